@@ -64,7 +64,7 @@ class Trial:
         self.sides: list[Side] = []
 
     def run(self) -> dict[str, Any]:
-        """Run all steps; returns the findings, with the last `step` and its error (`failed`) if the trial ended early."""
+        """Run all steps; returns the findings, with the last `step` and its error in `failed` if the trial failed."""
         steps: dict[str, Callable[[], None]] = {
             "model": self.make,
             "trainer": self.load,

@@ -334,7 +334,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, tokenizer: Any) -> Any:
-    """Build a model of the form `name` for the tokens of `tokenizer`; its weights are random, and all of them matter."""
+    """Build a model of the form `name` for the tokens of `tokenizer`; its weights are random, and all matter."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind, changes = FORMS[name]

@@ -1,6 +1,6 @@
 """The two sides of a trial of a model family, each in a process of its own: the trainer and an engine.
 
-Both are parts of a real run: the actor, sharded over one rank, and the loop around vLLM. Weights go as published shards.
+Both are parts of a run: the actor, sharded over one rank, and the loop around vLLM. Weights go as published shards.
 """
 
 import os
@@ -150,7 +150,7 @@ class Engine:
     """An engine on the model in a folder."""
 
     def start(self, folder: Path, saved: bool) -> str:
-        """Start the engine, with the weights in `folder` if they are `saved` there; returns vLLM's class of the model."""
+        """Start the engine, with the weights in `folder` if they are `saved` there; returns vLLM's class of it."""
         from pipeline.rollout import vllm
         from pipeline.rollout.engine import EngineLoop
 

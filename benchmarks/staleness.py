@@ -1,26 +1,26 @@
-"""Does learning suffer from rows that are older than the policy they train? Countdown at several staleness bounds.
+"""The effect on learning of rows that are older than the policy they train: Countdown at several staleness bounds.
 
     python -m benchmarks.staleness --out runs/staleness
     python -m benchmarks.staleness --out runs/staleness --data data/countdown-1 --model models/tiny-sft-1
     python -m benchmarks.staleness --out runs/staleness --seeds 1 --staleness 0 4 -- actor.optim.lr=4e-4
 
-Runs of `experiment=countdown_cpu`, one after the other: for each seed and each `algorithm.max_staleness` one with the
-correction as it is by default, and above 0 one without. All begin with the same model and are validated on the same
-puzzles. A run that is complete is not made again when the command is given again; without `--data` and `--model` the
-demo's puzzles and model are made in the folder, once. Table, figure and `result.json` are rewritten after each run.
+Runs of `experiment=countdown_cpu` follow one another: for each seed and each `algorithm.max_staleness` one with the
+default correction, and above 0 one without. All begin with the same model and are validated on the same puzzles. A
+complete run is not made again by a second command; without `--data` and `--model` the demo's puzzles and model are made
+in the folder, once. Table, figure and `result.json` are rewritten after each run.
 
-What differs from the demo, in every case alike:
+All cases differ from the demo in the same way:
 
-1. `actor.old_log_probs=recompute` (decoupled loss), as by default. With the demo's `engine` the ratio of the loss is
-   itself that of the current policy to the engine's, a correction that cannot be switched off.
+1. `actor.old_log_probs=recompute` (decoupled loss), as by default. With the demo's `engine` the loss has the ratio of
+   the current policy to the engine's, which is itself a correction that cannot be switched off.
 2. One train worker and one compute thread for the engine, so that on two cores each side has its own. Engines are as
-   far ahead as they may be where training is the slower side; the table says how old the rows really were.
+   far ahead as they may be if training is the slower side; the table shows the real age of the rows.
 3. Smaller iterations, of 32 puzzles in two chunks and two optimiser steps, with twice the learning rate: many policy
    versions in little time.
 
-The exit code is 1 where, with correction, the mean accuracy is below the synchronous one by more than two standard
-errors of the difference and more than `--floor`; where the synchronous runs do not gain more than what would pass for
-noise, so that nothing could be seen; and where a run fails, with which the series ends.
+The exit code is 1 in three cases. With correction, the mean accuracy is below the synchronous one by more than two
+standard errors of the difference and more than `--floor`. The synchronous runs do not gain more than such a difference,
+so that nothing could be seen. A run fails, which ends the series.
 """
 
 import argparse
@@ -51,16 +51,16 @@ SFT = (
 """Puzzles and warm start of `make demo`."""
 INPUT_SEED = "1"
 VALIDATIONS = 8
-"""Of a run, beside the one before it."""
+"""Validations of a run, in addition to the one before training."""
 
 
 def grid(staleness: Sequence[int], seeds: Sequence[int], without: Sequence[int] | None) -> list[tuple[int, Case]]:
-    """Seeds and cases in the order in which they run: all cases of a seed, then the next one.
+    """List seeds and cases in the order of the runs: all cases of a seed, then the next seed.
 
     Args:
-        staleness: bounds, all of which run with the correction.
-        seeds: of the runs.
-        without: bounds that run without it as well; None is all above 0.
+        staleness: bounds; all of them run with the correction.
+        seeds: seeds of the runs.
+        without: bounds that also run without the correction; None takes all above 0.
     """
     bare = {bound for bound in staleness if bound > 0 and (without is None or bound in without)}
     cases = [
@@ -70,7 +70,7 @@ def grid(staleness: Sequence[int], seeds: Sequence[int], without: Sequence[int] 
 
 
 def common(data: Path, model: Path, iterations: int, further: Sequence[str]) -> list[str]:
-    """Settings of all runs."""
+    """Make the settings of all runs."""
     return [
         "experiment=countdown_cpu",
         f"data.train_files={data / 'train.parquet'}",
@@ -85,7 +85,7 @@ def common(data: Path, model: Path, iterations: int, further: Sequence[str]) -> 
         f"trainer.test_freq={max(1, iterations // VALIDATIONS)}",
         "trainer.num_workers=1",
         "trainer.save_freq=-1",
-        # A guard of strictly on-policy runs; here the gap is what is looked at.
+        # A guard of strictly on-policy runs; here the gap is a result.
         "trainer.max_log_prob_gap=null",
         "trainer.logger=[console]",
         *further,
@@ -93,7 +93,7 @@ def common(data: Path, model: Path, iterations: int, further: Sequence[str]) -> 
 
 
 def settings(shared: Sequence[str], case: Case, seed: int, folder: Path) -> list[str]:
-    """Settings of one run, in `folder`."""
+    """Make the settings of one run, in `folder`."""
     return [
         *shared,
         f"algorithm.max_staleness={case.max_staleness}",
@@ -105,10 +105,10 @@ def settings(shared: Sequence[str], case: Case, seed: int, folder: Path) -> list
 
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
-    """Puzzles and the model that knows their wording, in folders of `folder`; what is there already is taken.
+    """Make puzzles and a model that knows their wording, in folders of `folder`, unless they exist.
 
     Raises:
-        subprocess.CalledProcessError: they could not be made.
+        subprocess.CalledProcessError: puzzles or model could not be made.
     """
     data, tiny, model = folder / "data", folder / "tiny", folder / "model"
     steps = (
@@ -128,10 +128,10 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def claim(out: Path, shared: Sequence[str]) -> None:
-    """Keeps what the runs in `out` have in common beside them.
+    """Write the common settings of the runs in `out` into that folder.
 
     Raises:
-        ValueError: there are runs of other settings.
+        ValueError: the folder has runs with other settings.
     """
     file = out / "settings.json"
     if file.is_file() and (there := json.loads(file.read_text())) != list(shared):
@@ -142,26 +142,26 @@ def claim(out: Path, shared: Sequence[str]) -> None:
 
 
 def run(arguments: Sequence[str], folder: Path, log: Path, timeout_s: float) -> None:
-    """One run of `jobs.train` in a process of its own.
+    """Run `jobs.train` in a process of its own.
 
     Raises:
-        RuntimeError: it failed, or took longer than `timeout_s`; the message names its log.
+        RuntimeError: the run failed, or took longer than `timeout_s`; the message names its log.
     """
-    # Rows of a continued run begin with another age; whole runs alone are compared.
+    # Rows of a continued run begin with another age, so only whole runs are compared.
     shutil.rmtree(folder, ignore_errors=True)
     call([sys.executable, "-m", "jobs.train", *arguments], log, timeout_s, name=folder.name)
 
 
 def noise(accuracy: float, puzzles: int) -> float:
-    """Standard deviation of one validation's accuracy by the draw of its puzzles (binomial)."""
+    """Compute the standard deviation of one validation's accuracy by the draw of its puzzles (binomial)."""
     return math.sqrt(accuracy * (1 - accuracy) / puzzles)
 
 
 def report(out: Path, outcomes: Sequence[Outcome], shared: Sequence[str], puzzles: int, floor: float) -> list[str]:
-    """Writes `table.txt`, `curves.png` and `result.json` into `out` and returns what is wrong, in words."""
+    """Write `table.txt`, `curves.png` and `result.json` into `out`; returns the complaints."""
     found = summaries(outcomes)
     problems, remarks = complaints(found, floor), notes(found)
-    # Another width than the terminal's, so that the file is the same everywhere.
+    # A fixed width, so that the file does not depend on the terminal.
     with open(out / "table.txt", "w") as file:
         Console(file=file, width=150).print(table(found))
     save(found, out / "curves.png")
@@ -179,7 +179,7 @@ def report(out: Path, outcomes: Sequence[Outcome], shared: Sequence[str], puzzle
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Make the runs that are missing, and report; the exit code."""
+    """Make the missing runs, and report; returns the exit code."""
     out: Path = args.out
     data, model = (args.data, args.model) if args.data else make_inputs(out / "inputs")
     shared = common(data.resolve(), model.resolve(), args.iterations, args.settings)

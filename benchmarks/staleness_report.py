@@ -1,10 +1,10 @@
-"""What `benchmarks.staleness` makes of its runs: numbers of each run, of each case over its seeds, table and figure.
+"""The report of `benchmarks.staleness`: numbers of each run, of each case over its seeds, table and figure.
 
-1. The accuracy of a run is the mean of its last `LAST` validations, since a single one jumps by what its sampling noise
-   is, and the schedule has by then brought the learning rate down.
-2. A case is compared with the synchronous one by the means over seeds. The standard error of the difference is that of
-   two independent means, sqrt(s1^2 / n1 + s0^2 / n0), with s the sample's standard deviation over n seeds.
-3. Seconds are compared seed by seed, as runs of one seed follow each other and see the same other load.
+1. The accuracy of a run is the mean of its last `LAST` validations, since a single one has sampling noise, and the
+   schedule has by then brought the learning rate down.
+2. A case is compared with the synchronous one by the means over seeds. The standard error of the difference of two
+   independent means is sqrt(s1^2 / n1 + s0^2 / n0), with s the sample's standard deviation over n seeds.
+3. Seconds are compared seed by seed, because runs of one seed follow each other and see the same other load.
 """
 
 import io
@@ -35,10 +35,10 @@ AVERAGED = {
     "held": "rollout_corr/rollout_is_ratio_fraction_high",
     "effective": "rollout_corr/rollout_is_eff_sample_size",
 }
-"""Further metrics whose mean over the iterations is reported; those of the weights are in corrected runs alone."""
+"""Further metrics whose mean over the iterations is reported; only corrected runs have metrics of the weights."""
 
 Curve = tuple[list[int], list[float]]
-"""Iterations, and values there."""
+"""Iterations, and the values at them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +47,7 @@ class Case:
 
     max_staleness: int
     corrected: bool = True
-    """As by default; without staleness there is nothing to correct."""
+    """True for the default correction; without staleness there is nothing to correct."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ SYNCHRONOUS = Case(0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is read of a run."""
+    """The results of a run."""
 
     case: Case
     seed: int
@@ -68,24 +68,24 @@ class Outcome:
     final: float
     """Mean of the last `LAST` validations."""
     age: float
-    """Versions that the rows were old on average, over all iterations."""
+    """Mean age of the rows in versions, over all iterations."""
     ages: dict[int, float]
     """Share of the rows of each age."""
     seconds: float
     """Median seconds of an iteration."""
     averages: dict[str, float]
-    """Those of `AVERAGED` that the run has."""
+    """Means of the metrics of `AVERAGED` that the run has."""
     reward: Curve
     validation: Curve
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A case over its seeds, beside the synchronous one."""
+    """A case over its seeds, with the synchronous one for comparison."""
 
     case: Case
     outcomes: tuple[Outcome, ...]
-    """At least one."""
+    """Results of the case, at least one."""
     synchronous: tuple[Outcome, ...]
 
     @property
@@ -107,7 +107,7 @@ class Summary:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the difference; None where either side has a single seed."""
+        """Standard error of the difference; None without a difference, or if either side has a single seed."""
         own, other = self.deviation, _deviation(self.synchronous)
         if self.difference is None or own is None or other is None:
             return None
@@ -115,13 +115,13 @@ class Summary:
 
     @property
     def pace(self) -> float | None:
-        """Seconds of an iteration over those of the synchronous run of the same seed, mean over the seeds of both."""
+        """Ratio of an iteration's seconds to the synchronous run's of the same seed; mean over the seeds of both."""
         seconds = {outcome.seed: outcome.seconds for outcome in self.synchronous}
         ratios = [outcome.seconds / seconds[outcome.seed] for outcome in self.outcomes if outcome.seed in seconds]
         return statistics.fmean(ratios) if ratios else None
 
     def mean(self, name: str) -> float | None:
-        """Mean over the seeds of `age`, `seconds`, `start`, or one of `AVERAGED`; None where no run has it."""
+        """Average `age`, `seconds`, `start`, or one of `AVERAGED` over the seeds; returns None if no run has it."""
         if name in AVERAGED:
             values = [outcome.averages[name] for outcome in self.outcomes if name in outcome.averages]
         else:
@@ -129,12 +129,12 @@ class Summary:
         return statistics.fmean(values) if values else None
 
     def allowed(self, floor: float) -> float:
-        """By what the accuracy may be below the synchronous one: two standard errors, and at least `floor`."""
+        """Return how far the accuracy may be below the synchronous one: two standard errors, and at least `floor`."""
         return max(floor, 2 * (self.error or 0.0))
 
 
 def read_run(folder: Path, case: Case, seed: int, iterations: int) -> Outcome | None:
-    """The run in `folder`; None where it is not there, or has not come to its last validation.
+    """Read the run in `folder`; returns None if it does not exist, or has not come to its last validation.
 
     Raises:
         ValueError: its `metrics.jsonl` is damaged, or holds fewer than `LAST` validations after the first.
@@ -170,7 +170,7 @@ def read_run(folder: Path, case: Case, seed: int, iterations: int) -> Outcome | 
 
 
 def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
-    """One for each case that has a run: the corrected ones by staleness, each followed by its uncorrected one."""
+    """Summarise each case that has a run: the corrected ones by staleness, each followed by its uncorrected one."""
     synchronous = tuple(outcome for outcome in outcomes if outcome.case == SYNCHRONOUS)
     cases = sorted({outcome.case for outcome in outcomes}, key=lambda case: (case.max_staleness, not case.corrected))
     return [
@@ -179,8 +179,8 @@ def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
 
 
 def complaints(found: Sequence[Summary], floor: float) -> list[str]:
-    """Corrected cases that are worse than the synchronous one by more than they may be, and why a comparison says
-    nothing, in words."""
+    """Describe the corrected cases that are too far below the synchronous one, and the reason if a comparison is
+    meaningless."""
     problems = []
     for summary in found:
         difference, allowed = summary.difference, summary.allowed(floor)
@@ -201,7 +201,7 @@ def complaints(found: Sequence[Summary], floor: float) -> list[str]:
 
 
 def notes(found: Sequence[Summary]) -> list[str]:
-    """What a reader must know about rows that were younger than the bound allows."""
+    """Write notes on cases whose rows were much younger than the bound allows."""
     return [
         f"{summary.case.name}: rows are {age:.2f} versions old on average, less than half of the bound: engines are "
         "not that far ahead of training"
@@ -211,7 +211,7 @@ def notes(found: Sequence[Summary]) -> list[str]:
 
 
 def table(found: Sequence[Summary]) -> Table:
-    """A line for each case; the standard deviation over seeds and the standard error of the difference after `±`."""
+    """Show a line for each case; standard deviation over seeds and standard error of the difference follow `±`."""
     result = Table()
     for name in ("max_staleness", "correction", "seeds", "rows' age", "log-prob gap", "held", "effective", "accuracy"):
         result.add_column(name, justify="right")
@@ -237,7 +237,7 @@ def table(found: Sequence[Summary]) -> Table:
 
 
 def as_json(found: Sequence[Summary]) -> list[dict[str, Any]]:
-    """What the table and the figure show, case by case, with every run."""
+    """Collect the data of the table and the figure, case by case, with every run."""
     return [
         {
             "max_staleness": summary.case.max_staleness,
@@ -268,8 +268,11 @@ def as_json(found: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def draw(found: Sequence[Summary]) -> "Figure":
-    """A column for each staleness: above the training reward (smoothed), below the validation accuracy. Lines are means
-    over the seeds, bands one standard deviation; solid with correction, dashed without, grey the synchronous runs."""
+    """Draw a column for each staleness: above the training reward (smoothed), below the validation accuracy.
+
+    Lines are means over the seeds, bands one standard deviation. Lines are solid with correction, dashed without, and
+    grey for the synchronous runs.
+    """
     from matplotlib.figure import Figure
 
     by_case = {summary.case: summary for summary in found}
@@ -299,14 +302,14 @@ def draw(found: Sequence[Summary]) -> "Figure":
 
 
 def save(found: Sequence[Summary], out: Path) -> None:
-    """Draws the figure into the PNG `out`."""
+    """Draw the figure into the PNG `out`."""
     image = io.BytesIO()
     draw(found).savefig(image, format="png", dpi=130)
     write_atomically(out, image.getvalue())
 
 
 def _band(axes: "Axes", curves: Sequence[Curve], **line: Any) -> None:
-    """The mean of the curves where all of them have a value, with one standard deviation around it."""
+    """Draw the mean of the curves at iterations that all of them have, with one standard deviation around it."""
     known = [dict(zip(*curve, strict=True)) for curve in curves]
     shared = sorted(set.intersection(*(set(curve) for curve in known)))
     values = [[curve[iteration] for curve in known] for iteration in shared]

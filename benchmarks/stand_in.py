@@ -1,6 +1,6 @@
 """Stand-ins for the ends of the stream: an instant engine, the trainer's side of the protocol, a memory watch.
 
-The stages in between, the policy store and the schedule are those of a run.
+The stages in between, the policy store and the schedule are a run's.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ SHORTEST, LONGEST = 4, 32
 
 
 def shard(rank: int = 0) -> Shard:
-    """A rank's part of weights of no size, so that only the protocol is paid for; Ray must be running."""
+    """Make a rank's part of empty weights, so that only the protocol takes time; Ray must be running."""
     return Shard(rank, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
 
 
@@ -102,16 +102,16 @@ class InstantRollout(Rollout):
 
 
 class StandInTrainer:
-    """Begins, publishes and reads rows as the train workers do, from two splits and without training.
+    """A stand-in for the train workers: it begins, publishes and reads rows as they do, without training.
 
     Args:
         config: the run's configuration.
-        iterations: iterations of the schedule, of which as many are read as `iterate` is called.
-        run_dir: where trajectories go.
+        iterations: iterations of the schedule; each call of `iterate` reads one.
+        run_dir: folder of the trajectories.
         rollout: class of the rollout stage.
         shards: the weights that every version publishes.
-        build: makes the stream.
-        ranks: splits that rows are read from.
+        build: function that makes the stream.
+        ranks: number of splits that rows are read from.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class StandInTrainer:
         """Publish the current version and read the rows of the next iteration, one table for each rank.
 
         Args:
-            seconds: that training takes; it is slept through.
-            early: train on each chunk as it comes, for its share of the seconds; else when all are there.
+            seconds: time of the training, which only sleeps.
+            early: true to train on each chunk as it comes, for its share of the seconds; else after all have come.
         """
         self._publish()
         self._version += 1
@@ -179,7 +179,7 @@ class StandInTrainer:
             feed.drain()
 
     def close(self) -> None:
-        """End the stream: whatever waits in the store belongs to an older attempt now, and fails."""
+        """End the stream: all calls that wait in the store now belong to an older attempt, and fail."""
         self.store.ask(PolicyStore.new_attempt)
         for feed in self._feeds:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -187,11 +187,11 @@ class StandInTrainer:
                     pass
 
     def events(self, after: int) -> tuple[int, list[Event]]:
-        """What the stream has posted, as the driver reads it."""
+        """Read the events that the stream has posted, as the driver does."""
         return self.store.ask(PolicyStore.read_events, after, 0.0)
 
     def _publish(self) -> None:
-        """As the ranks of a run do: all at once."""
+        """Publish a version from all ranks at once, as in a run."""
         publish, now = self.actor.publish.remote, time.time()
         published = [publish(self.store.attempt, self._version, {POLICY: shard}, now) for shard in self._shards]
         ray.get(published, timeout=ANSWER_S)

@@ -34,7 +34,7 @@ def serve(build: Callable[[], Callable[[], None]]) -> None:
 
 
 def _memory(name: str) -> float:
-    """A line of this process's status, in MiB."""
+    """Read a line of this process's status, in MiB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) / 1024
 

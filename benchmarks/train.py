@@ -1,4 +1,4 @@
-"""An update of the actor against bare torch loops that compute the same, and against TRL's.
+"""An update of the actor against bare torch loops that compute the same, and against TRL's update.
 
     python -m benchmarks.train                          # every shape, five rounds
     python -m benchmarks.train --shapes long --repeats 3 --threads 2
@@ -14,8 +14,8 @@ end to end, with one causal attention for each; `padded` has them sorted by leng
 the logits of a pass, and compute no entropy and no metrics. TRL pads rows in their order, as many in a pass as the
 budget allows, but at most 128, beyond which it is slower.
 
-Each side is a process of its own, and they take turns; the fewest CPU seconds of each count, which other processes of
-the machine disturb least. The peak is that of the update over the process without a model.
+Each side is a process of its own, and they take turns. The fewest CPU seconds of each side count, because other
+processes of the machine disturb them least. The peak is the memory of the update on top of the process without a model.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from benchmarks.train_sides import SHAPES, SIDES, Shape, model, rows_of
 from pipeline.models.batch import TrainBatch
 
 TRL_ROWS = 128
-"""Most rows of a pass of TRL's."""
+"""Most rows of TRL's pass."""
 
 
 def trl_settings(shape: Shape, threads: int, folder: Path) -> Path:
-    """What TRL's side reads: its settings, with model and rows in `folder`."""
+    """Write the settings of TRL's side, with model and rows, into `folder`; returns their path."""
     rows = TrainBatch.from_table(rows_of(shape))
     model(shape).save_pretrained(folder / "model")
     names = ("prompt_ids", "prompt_offsets", "response_ids", "response_offsets", "old_log_probs", "advantages")

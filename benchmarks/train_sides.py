@@ -92,7 +92,7 @@ def rows_of(shape: Shape) -> pa.Table:
 
 
 def model(shape: Shape) -> Any:
-    """A random Qwen3, the same on every call."""
+    """Make a random Qwen3, the same on every call."""
     torch.manual_seed(0)
     heads = shape.hidden // 64
     config = Qwen3Config(  # type: ignore[call-arg]

@@ -2,9 +2,9 @@
 
     TRL-PYTHON -P benchmarks/trl_agent_side.py SETTINGS.json
 
-Plays one batch of episodes for each line on standard input, by `GRPOTrainer` with an `environment_factory`, and answers
-with a line of JSON. It imports nothing of this project. Every answer counts as a call of the environment's tool with
-its text, as in the game; the chat template shows no list of tools, so that both sides read the same tokens.
+The script runs one batch of episodes for each line on standard input, by `GRPOTrainer` with an `environment_factory`,
+and answers with a line of JSON. It imports nothing of this project. Every answer counts as a call of the environment's
+tool with its text, as in the game; the chat template shows no list of tools, so that both sides read the same tokens.
 """
 
 import json
@@ -43,11 +43,11 @@ class Game:
 
 
 class Generated(Exception):
-    """Prompts, completions and masks of a batch: what follows is not measured."""
+    """Prompts, completions and masks of a batch: the steps after the generation are not measured."""
 
 
 class Generator(GRPOTrainer):
-    """GRPO that stops behind the generation."""
+    """GRPO that stops after the generation."""
 
     def _generate(self, prompts: list[Any]) -> NoReturn:
         raise Generated(*super()._generate(prompts)[:3])
@@ -61,7 +61,7 @@ def tokenizer(settings: dict[str, Any]) -> Any:
         .replace("</tool_response>", "")
         .replace("<|im_start|>user{% endif %}{{ '\\n' }}", "<|im_start|>user{{ '\\n' }}{% endif %}")
     )
-    # Nothing is parsed by it.
+    # `parse` replaces the parsing by it.
     made.response_schema = {}
 
     def parse(own: Any, ids: list[int], **_: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A virtual environment with TRL, of its own, since TRL and this project pin different sets.
+"""A separate virtual environment with TRL, since TRL and this project pin different sets of packages.
 
-Its torch and transformers are of the versions that run here, so that both sides compute with the same kernels.
+It has the versions of torch and transformers that run here, so that both sides compute with the same kernels.
 """
 
 import json
@@ -12,16 +12,16 @@ from pathlib import Path
 SERIES = "1.16"
 ASK = "import json, sys; from importlib.metadata import version; print(json.dumps([version(n) for n in sys.argv[1:]]))"
 SAME = ("torch", "transformers")
-"""What must be of this environment's version."""
+"""Packages that must have this environment's version."""
 
 
 def release(version: str) -> str:
-    """A version without the kind of build: `2.13.0` of `2.13.0+cpu`."""
+    """Return a version without the kind of build: `2.13.0` of `2.13.0+cpu`."""
     return version.partition("+")[0]
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Versions of TRL and of what must be the same in the environment of an interpreter; empty where one is missing."""
+    """Read the versions of TRL and of `SAME` in the environment of an interpreter; empty if one is missing."""
     names = ["trl", *SAME]
     command = [str(python), "-c", ASK, *names]
     try:
@@ -32,7 +32,7 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def complaint(found: dict[str, str]) -> str | None:
-    """Why an environment with these versions is of no use, if so."""
+    """Return the reason if an environment with these versions cannot be used; else None."""
     if not found:
         return f"it lacks one of trl, {', '.join(SAME)}"
     if not f"{found['trl']}.".startswith(f"{SERIES}."):
@@ -45,21 +45,21 @@ def complaint(found: dict[str, str]) -> str | None:
 
 
 def check(python: Path) -> None:
-    """Whether an interpreter that was given has what is needed.
+    """Check that a given interpreter has the needed packages.
 
     Raises:
-        ValueError: it has not.
+        ValueError: a package is missing or has another version.
     """
     if wrong := complaint(versions(python)):
         raise ValueError(f"{python} cannot run TRL's side: {wrong}; leave --trl-python out to have an environment made")
 
 
 def make(folder: Path) -> Path:
-    """The interpreter of an environment in `folder`, which is made where it is not there or does not fit.
+    """Return the interpreter of an environment in `folder`; make the environment if it is missing or does not fit.
 
     Raises:
-        subprocess.CalledProcessError: pip could not install it.
-        ValueError: what pip installed does not fit.
+        subprocess.CalledProcessError: pip could not install the packages.
+        ValueError: the installed versions do not fit.
     """
     python = folder / "bin" / "python"
     if complaint(versions(python)) is None:

@@ -1,4 +1,4 @@
-"""What the runs of `benchmarks.against_trl` took: rates, ratios, verdict and tables."""
+"""The report of `benchmarks.against_trl`: rates, ratios, verdict and tables."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ from benchmarks.iteration import STEP
 TRL, SYNCHRONOUS, AHEAD = "TRL", "synchronous", "one step off-policy"
 NAMES = {TRL: "TRL", SYNCHRONOUS: "ours, synchronous", AHEAD: "ours, one step off-policy"}
 FLOOR = 1.0
-"""Of TRL's samples per second, that ours must reach when strictly on-policy."""
+"""Ratio to TRL's samples per second that ours must reach when strictly on-policy."""
 ALIKE = 0.1
 """Share by which the lengths of both sides' responses may differ."""
 TRL_PARTS = {
@@ -29,17 +29,17 @@ class Outcome:
     """The iterations of one run that count."""
 
     seconds: list[float]
-    """Of each, by the wall."""
+    """Wall-clock seconds of each."""
     lengths: list[float]
-    """Mean tokens of its responses."""
+    """Mean tokens of the responses of each."""
     scores: list[float]
     staleness: float = 0.0
-    """Versions that rows were behind the policy they trained, on average."""
+    """Mean age of the rows in versions, relative to the policy they trained."""
     records: list[dict[str, float]] = field(default_factory=list)
-    """What the run itself says about each."""
+    """The run's own record of each."""
 
     def rate(self, samples: int) -> float:
-        """Samples per second, where each iteration has so many."""
+        """Compute the samples per second if each iteration has so many."""
         return samples * len(self.seconds) / sum(self.seconds)
 
 
@@ -48,7 +48,7 @@ Rounds = Sequence[Mapping[str, Outcome]]
 
 
 def of_ours(folder: Path, warmup: int, steps: int) -> Outcome:
-    """Iterations `warmup` + 1 to `warmup` + `steps` of one of our runs.
+    """Read the iterations `warmup` + 1 to `warmup` + `steps` of one of our runs.
 
     Raises:
         RuntimeError: the run does not have them.
@@ -69,7 +69,7 @@ def of_ours(folder: Path, warmup: int, steps: int) -> Outcome:
 
 
 def of_trl(file: Path, warmup: int, steps: int) -> Outcome:
-    """The same iterations of what `trl_side.py` wrote.
+    """Read the same iterations from the file of `trl_side.py`.
 
     Raises:
         RuntimeError: the run does not have them.
@@ -85,12 +85,12 @@ def of_trl(file: Path, warmup: int, steps: int) -> Outcome:
 
 
 def ratios(rounds: Rounds, case: str, samples: int) -> list[float]:
-    """Samples per second of a case over TRL's in the same round."""
+    """Divide the samples per second of a case by TRL's in the same round."""
     return [outcomes[case].rate(samples) / outcomes[TRL].rate(samples) for outcomes in rounds]
 
 
 def complaints(rounds: Rounds, samples: int) -> list[str]:
-    """Why the verdict is bad, in words."""
+    """Return a sentence if the verdict is bad, else nothing."""
     ratio = statistics.median(ratios(rounds, SYNCHRONOUS, samples))
     if ratio >= FLOOR:
         return []
@@ -98,7 +98,7 @@ def complaints(rounds: Rounds, samples: int) -> list[str]:
 
 
 def warnings(rounds: Rounds) -> list[str]:
-    """What makes the comparison doubtful, in words."""
+    """Describe the differences that make the comparison doubtful."""
     lengths = {case: _mean(rounds, case, "lengths") for case in NAMES}
     return [
         f"responses of {NAMES[case]} have {length:.1f} tokens on average, TRL's {lengths[TRL]:.1f}: not the same work"
@@ -108,18 +108,18 @@ def warnings(rounds: Rounds) -> list[str]:
 
 
 def _mean(rounds: Rounds, case: str, what: str) -> float:
-    """Over all iterations of a case."""
+    """Average a field over all iterations of a case."""
     return statistics.mean(value for outcomes in rounds for value in getattr(outcomes[case], what))
 
 
 def _range(values: Sequence[float], digits: int) -> str:
-    """Median, and the smallest and the largest where there are several."""
+    """Write the median, and the smallest and the largest value if there are several."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def table(rounds: Rounds, samples: int) -> Table:
-    """The cases side by side: medians over the rounds, and their range."""
+    """Show the cases in one table: medians over the rounds, and their range."""
     result = Table(
         title=f"{samples} samples an iteration, median (range) of {len(rounds)} rounds", title_justify="left"
     )
@@ -142,7 +142,7 @@ def table(rounds: Rounds, samples: int) -> Table:
 
 
 def trl_parts(rounds: Rounds) -> Table:
-    """How TRL spends its time."""
+    """Show the parts of TRL's time."""
     records = [record for outcomes in rounds for record in outcomes[TRL].records]
     step = statistics.median(record["seconds"] for record in records)
     result = Table(title=f"TRL: {len(records)} iterations", title_justify="left")
@@ -157,13 +157,13 @@ def trl_parts(rounds: Rounds) -> Table:
 
 
 def between_steps(rounds: Rounds, case: str) -> float:
-    """Median seconds of an iteration of ours outside of `timing_s/step`: its metrics and their report."""
+    """Compute the median seconds of our iteration outside of `timing_s/step`, for its metrics and their report."""
     pairs = [zip(outcomes[case].seconds, outcomes[case].records, strict=True) for outcomes in rounds]
     return statistics.median(seconds - record[STEP] for pair in pairs for seconds, record in pair)
 
 
 def as_json(rounds: Rounds, samples: int) -> dict[str, Any]:
-    """Everything, as `result.json` holds it."""
+    """Collect the content of `result.json`."""
     return {
         "samples_per_iteration": samples,
         "samples_per_s": {case: [outcomes[case].rate(samples) for outcomes in rounds] for case in NAMES},

@@ -25,7 +25,7 @@ LIBRARIES = ("trl", "torch", "transformers", "accelerate")
 
 
 def reward(rule_file: str) -> Callable[..., list[float]]:
-    """The rule `compute_score(solution_str, ground_truth)` of a file as TRL calls a reward."""
+    """Wrap the rule `compute_score(solution_str, ground_truth)` of a file as a reward of TRL."""
     spec = importlib.util.spec_from_file_location("rule", rule_file)
     assert spec and spec.loader, rule_file
     rule = importlib.util.module_from_spec(spec)
@@ -57,7 +57,7 @@ class Timed(GRPOTrainer):
 
 
 class Iterations(TrainerCallback):
-    """One record for each iteration, taken where its last optimiser step ends."""
+    """A callback that makes one record for each iteration, at the end of its last optimiser step."""
 
     def __init__(self, steps: int):
         self.trainer: Timed | None = None
@@ -86,7 +86,7 @@ class Iterations(TrainerCallback):
 
 
 def arguments(settings: dict[str, Any]) -> GRPOConfig:
-    """TRL's settings; what is not named has TRL's default."""
+    """Make TRL's settings; all others keep TRL's default."""
     return GRPOConfig(
         output_dir=settings["scratch"],
         use_cpu=True,
@@ -98,7 +98,7 @@ def arguments(settings: dict[str, Any]) -> GRPOConfig:
         gradient_accumulation_steps=settings["accumulation"],
         max_completion_length=settings["max_response_length"],
         temperature=settings["temperature"],
-        # Means over the tokens of the whole mini-batch: what the other side does, too. Its cost is that of `grpo`.
+        # Means over the tokens of the whole mini-batch, as on the other side. It costs as much as `grpo`.
         loss_type="dapo",
         beta=0.0,
         epsilon=settings["epsilon"],
@@ -107,7 +107,7 @@ def arguments(settings: dict[str, Any]) -> GRPOConfig:
         weight_decay=settings["weight_decay"],
         max_grad_norm=settings["max_grad_norm"],
         use_transformers_continuous_batching=settings["generation"] == "continuous",
-        # TRL's defaults are those of a GPU: bfloat16, and activations computed twice to save memory.
+        # TRL's defaults are for a GPU: bfloat16, and activations computed twice to save memory.
         bf16=False,
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},

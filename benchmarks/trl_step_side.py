@@ -46,7 +46,7 @@ class Step:
                 num_generations=settings["samples"],
                 per_device_train_batch_size=self._per_pass,
                 gradient_accumulation_steps=passes,
-                # TRL's defaults are those of a GPU: bfloat16, and activations computed twice to save memory.
+                # TRL's defaults are for a GPU: bfloat16, and activations computed twice to save memory.
                 bf16=False,
                 gradient_checkpointing=False,
                 model_init_kwargs={"dtype": "float32"},
@@ -90,7 +90,7 @@ class Step:
     def _padded(
         self, name: str, offsets: str, index: np.ndarray, left: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A column [B, L] of these rows, and a mask of what is not padding."""
+        """Pad a column of these rows to [B, L]; also returns a mask that is 0 at the padding."""
         values, ends = self._rows[name], self._rows[offsets]
         parts = [values[ends[row] : ends[row + 1]] for row in index]
         width = max(map(len, parts))

@@ -2,19 +2,19 @@
 
     python -m benchmarks.weights                           # two engines on this machine, float32
     python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
-    python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
+    python -m benchmarks.weights --engines 0               # without vLLM: only the trainer's parts, and the changes
 
     publish  a train rank copies its weights into buckets, with checksums, and puts them into Ray's object store
-    crc      of that, the checksums alone
-    get      an engine gets all buckets; those of its node are mapped into its memory, not copied
-    join     of the load, the checksums and the joining of parameters of which ranks hold parts
+    crc      only the checksums of publish
+    get      an engine gets all buckets; buckets of its node are mapped into its memory, not copied
+    join     parts of load: the checksums, and the joining of parameters whose parts are on several ranks
     load     vLLM loads them: checksums, whole parameters, its own packing
     path     publish and load: from the optimiser's step to the acknowledgement
 
-Each is timed in the process in which a run does it and with its environment, in turns with a plain copy of as many
-bytes there; the first time is left out. Then the engines hold the buckets at the same time, and their private memory
-and the object store show that a node has one copy. Last, what `trainer.weight_transport=delta` would send for an AdamW
-step of `--lr`: bytes, and the time to find and apply the changes.
+Each part is timed in the process and the environment of a run, in turns with a plain copy of as many bytes there; the
+first time is left out. Then the engines hold the buckets at the same time, and their private memory and the object
+store show that a node has one copy. Last come the bytes that `trainer.weight_transport=delta` would send for an AdamW
+step of `--lr`, and the time to find and apply the changes.
 """
 
 import argparse
@@ -51,7 +51,7 @@ MIB = 2**20
 
 
 def model(layers: int, width: int, vocabulary: int) -> Any:
-    """A random Llama; 10 layers of width 768 with 32,000 tokens are 95 million parameters."""
+    """Make a random Llama; 10 layers of width 768 with 32,000 tokens are 95 million parameters."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -76,8 +76,8 @@ class Times:
 
 
 def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
-    """Of each call but the first, each behind a copy of `nbytes`."""
-    # From memory as parameters have it, which numpy would take in huge pages.
+    """Time each call but the first, in turns with a copy of `nbytes`."""
+    # The source has memory like parameters; numpy would take huge pages.
     source, target = torch.ones(nbytes, dtype=torch.uint8).numpy(), np.ones(nbytes, np.uint8)
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
@@ -89,8 +89,8 @@ def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
 
 
 def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple[dict[str, Times], Shard]:
-    """Times of publish and crc, and the shard that was published last."""
-    # As in a run, a version stands until the next one is published.
+    """Time publish and crc; also returns the shard that was published last."""
+    # As in a run, a version lives until the next one is published.
     published = deque([publisher.pack(module, 0)], maxlen=1)
     nbytes = publisher.whole_bytes
     times = {"publish": in_turns(repeats, lambda: published.append(publisher.pack(module, 0)), nbytes)}
@@ -100,12 +100,12 @@ def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple
 
 
 def private_mib() -> float:
-    """Memory of this process that no other process shares."""
+    """Return the memory of this process that no other process shares."""
     return psutil.Process().memory_full_info().uss / MIB
 
 
 class Receiver:
-    """One engine."""
+    """The receiving side: one engine."""
 
     def __init__(self, config: Config):
         from pipeline.rollout import vllm
@@ -124,7 +124,7 @@ class Receiver:
         self._vllm.load(self._engine, [shard], WAIT_S, 1)
 
     def hold(self, shard: Shard) -> tuple[float, float]:
-        """Private MiB before and while all buckets are held, every byte of which has been read."""
+        """Hold all buckets, and read every byte; returns the private MiB before and after."""
         before = private_mib()
         self._held = ray.get(shard.buckets, timeout=WAIT_S)
         for buffer in self._held:
@@ -147,7 +147,7 @@ def engine_config(folder: Path, dtype: str) -> Config:
 def engine_side(
     config: Config, shard: Shard, engines: int, repeats: int, publish: Callable[[], Shard]
 ) -> tuple[dict[str, Times], str]:
-    """Times of get, load and the whole path in the first engine, and a sentence on the memory of all."""
+    """Time get, load and the whole path in the first engine; also returns a sentence on the memory of all."""
     actor = ray.remote(Receiver).options(num_cpus=1, runtime_env={"env_vars": engine_env(config)})
     receivers: list[Any] = [actor.remote(config) for _ in range(engines)]
     first = receivers[0]
@@ -168,9 +168,9 @@ def object_store_mib() -> float:
 
 
 def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str, float]:
-    """What an AdamW step changes: share of the numbers, share of the bytes, and seconds to find and apply it.
+    """Measure the changes of an AdamW step: shares of the bytes that change and are sent, seconds to find and apply.
 
-    The first step of Adam moves every weight that has a gradient by about `lr`, whatever the gradient.
+    The first step of Adam moves every weight that has a gradient by about `lr`, independent of the gradient.
     """
     old = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
@@ -200,18 +200,18 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
 
 
 def size(shard: Shard) -> int:
-    """Bytes of all buckets."""
+    """Sum the bytes of all buckets."""
     return sum(piece.nbytes for piece in shard.pieces)
 
 
 def join(shard: Shard, repeats: int) -> Times:
-    """Times to verify and join the parameters, without an engine that loads them."""
+    """Time the checks and the joining of the parameters, without an engine that loads them."""
     fetch = (lambda refs: ray.get(refs, timeout=WAIT_S)) if ray.is_initialized() else (lambda refs: refs)
     return in_turns(repeats, lambda: sum(1 for _ in parameters([shard], fetch, BucketCache())), size(shard))
 
 
 def report(times: dict[str, Times], mib: float) -> Table:
-    """Median, smallest and largest seconds of every part, and the ratio of medians to the plain copy beside it."""
+    """Show median, smallest and largest seconds of every part, and the ratio of medians to its plain copy."""
     table = Table(title=f"{mib:.0f} MiB of weights", title_justify="left")
     table.add_column("part")
     for name in ("median s", "min s", "max s", "copy s", "of a plain copy"):
