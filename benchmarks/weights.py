@@ -168,7 +168,7 @@ def object_store_mib() -> float:
 
 
 def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str, float]:
-    """Measure the changes of an AdamW step: shares of the bytes that change and are sent, seconds to find and apply.
+    """Measure the changes of an AdamW step: shares of changed numbers and sent bytes, seconds to find and apply.
 
     The first step of Adam moves every weight that has a gradient by about `lr`, independent of the gradient.
     """

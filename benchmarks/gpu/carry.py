@@ -1,12 +1,12 @@
 """Packages for a machine with a GPU and without a package index: fetched here, carried in parts, installed there.
 
-    python -m benchmarks.gpu.carry make loop --there freeze.txt --out parts    # here; freeze.txt: `pip freeze` of there
+    python -m benchmarks.gpu.carry make loop --there freeze.txt --out parts    # here; freeze.txt: `pip freeze` there
     python -m benchmarks.gpu.carry install parts/loop-1of2 --keep FOLDER       # there, for each part in any order
 
-`make` asks the pip index that is configured here, and takes binary wheels for the Python of `packages.toml`, which also
-says what each stage needs. Every part is a folder of at most `--mib`. `install` copies its part to `--keep`, and
-installs when all are there. pip reads conditions such as `python_version < "3.12"` for the Python that runs this, so
-run `make` with that of there where you can.
+`make` uses the pip index that is configured here, and takes binary wheels for the Python of `packages.toml`, which also
+lists the packages of each stage. Every part is a folder of at most `--mib`. `install` copies its part to `--keep`, and
+installs after the last one. pip reads conditions such as `python_version < "3.12"` for the Python that runs this, so
+run `make` with the other machine's version of Python if you can.
 """
 
 import argparse
@@ -31,20 +31,20 @@ THERE = "there"
 
 
 def normal(name: str) -> str:
-    """A distribution's name as indexes compare it."""
+    """Normalise a distribution's name as indexes do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def frozen(text: str) -> dict[str, str]:
-    """Versions by name, of the lines `name==version` of a `pip freeze`; local parts such as `+cu130` do not count."""
+    """Read versions by name from the lines `name==version` of a `pip freeze`, without local parts such as `+cu130`."""
     found = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)
     return {normal(name): version for name, version in found}
 
 
 def stand_ins(there: Mapping[str, str], folder: Path) -> list[str]:
-    """Write an empty wheel without requirements for each package of the machine; the versions that name them.
+    """Write an empty wheel without requirements for each package of the machine; returns the pins of the wheels.
 
-    With them pip finds what fits the machine, and fetches nothing of what it has.
+    With them pip finds packages that fit the machine, and fetches none that the machine has.
     """
     pins = []
     for name, version in there.items():
@@ -59,7 +59,7 @@ def stand_ins(there: Mapping[str, str], folder: Path) -> list[str]:
 
 
 def split(file: Path, stage: str, out: Path, limit: int, wheels: Sequence[str]) -> list[Path]:
-    """Cut a file into folders of one part each, every one with the manifest of all; the folders."""
+    """Cut a file into folders of one part each, every one with the manifest of all; returns the folders."""
     data = file.read_bytes()
     chunks = [data[start : start + limit] for start in range(0, len(data), limit)]
     names = [f"{stage}-{number}of{len(chunks)}" for number in range(1, len(chunks) + 1)]
@@ -76,7 +76,7 @@ def split(file: Path, stage: str, out: Path, limit: int, wheels: Sequence[str]) 
 
 
 def join(parts: Path, manifest: Mapping[str, Any], wheels: Path) -> list[str]:
-    """Unpack the wheels of all parts in `parts` into `wheels`; the names of parts that are missing or damaged."""
+    """Unpack the wheels of all parts in `parts` into `wheels`; returns the names of missing or damaged parts."""
     wanted: dict[str, str] = manifest["parts"]
     absent = [
         name
@@ -96,7 +96,7 @@ def join(parts: Path, manifest: Mapping[str, Any], wheels: Path) -> list[str]:
 
 
 def pip(*arguments: str) -> str:
-    """What a pip command prints. Raises RuntimeError if it fails."""
+    """Run a pip command and return its output. Raises RuntimeError if it fails."""
     done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"pip {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
@@ -104,7 +104,7 @@ def pip(*arguments: str) -> str:
 
 
 def make(stage: str, there: Path, out: Path, mib: int) -> list[Path]:
-    """Fetch what the machine lacks for a stage and cut it into parts; their folders."""
+    """Fetch the packages that the machine lacks for a stage, and cut them into parts; returns their folders."""
     data = tomllib.loads(PACKAGES.read_text())
     stages = list(data["stages"])
     # Together, so that the versions of a stage also fit those before it.
@@ -114,7 +114,7 @@ def make(stage: str, there: Path, out: Path, mib: int) -> list[Path]:
         wheels, pins = folder / "wheels", folder / "pins.txt"
         wheels.mkdir()
         pip("wheel", "--no-deps", "--wheel-dir", str(wheels), *data["built"])
-        # What is there stays as it is, and decides which versions of others fit.
+        # Packages of the machine stay as they are, and decide the versions of others.
         pins.write_text("\n".join(stand_ins(frozen(there.read_text()), wheels)) + "\n")
         target = [
             *("--only-binary=:all:", "--python-version", data["python"], "--implementation", "cp"),
@@ -142,13 +142,13 @@ def make(stage: str, there: Path, out: Path, mib: int) -> list[Path]:
 
 
 def carried(wheel: str, chosen: Mapping[str, str]) -> bool:
-    """Whether the file is that of a chosen version."""
+    """Return whether the file is the wheel of a chosen version."""
     name, version = wheel.split("-")[:2]
     return chosen.get(normal(name)) == version
 
 
 def install(part: Path, keep: Path, target: Path | None) -> bool:
-    """Keep a part; with the last one, install what all hold. Whether it was the last."""
+    """Keep a part; after the last one, install the packages of all. Returns whether it was the last."""
     manifest = json.loads((part / MANIFEST).read_text())
     keep.mkdir(parents=True, exist_ok=True)
     shutil.copy(part / part.name, keep / part.name)

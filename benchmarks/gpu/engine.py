@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shared(options: Options, sleep: bool = True) -> list[str]:
-    """Engine and train worker on one GPU; on CPUs the two take turns on the cores."""
+    """Make the settings of engine and train worker on one GPU; on CPUs the two take turns on the cores."""
     if options.device == "cpu":
         return ["rollout.num_threads=1"]
     return [
@@ -37,7 +37,7 @@ def shared(options: Options, sleep: bool = True) -> list[str]:
 
 
 def run(options: Options, case: str, *changes: str, sleep: bool = True, iterations: int = 4) -> Figures:
-    """A short run with real engines and the reward of short responses."""
+    """Make a short run with real engines and the reward of short responses."""
     name = f"{case}-{options.shape}"
     settings = [
         *runs.base(options, runs.model(options), runs.prompts(options), name),
@@ -50,7 +50,7 @@ def run(options: Options, case: str, *changes: str, sleep: bool = True, iteratio
 
 
 def throughput(options: Options) -> Figures:
-    """`benchmarks.rollout` on this device."""
+    """Run `benchmarks.rollout` on this device."""
     cuda = options.device == "cuda"
     command = [
         *(sys.executable, "-m", "benchmarks.rollout", "--where", "process", "--repeats", str(options.repeats)),
@@ -71,32 +71,32 @@ def throughput(options: Options) -> Figures:
 
 
 def on_policy(options: Options) -> Figures:
-    """Strictly on-policy; `first_gap_max` is the gap of equal weights."""
+    """Run strictly on-policy; `first_gap_max` is the gap of equal weights."""
     return run(options, "on_policy")
 
 
 def float32(options: Options) -> Figures:
-    """An engine in the type of the trained weights."""
+    """Run with an engine in the type of the trained weights."""
     return run(options, "float32", "rollout.dtype=float32", "actor.fsdp.param_dtype=float32")
 
 
 def corrected(options: Options) -> Figures:
-    """Decoupled mode with token weights."""
+    """Run in decoupled mode with token weights."""
     return run(options, "corrected", "algorithm=[grpo,tis]", "actor.old_log_probs=recompute")
 
 
 def in_flight(options: Options) -> Figures:
-    """Generation one iteration ahead of training."""
+    """Run with generation one iteration ahead of training."""
     ahead = ["algorithm.max_staleness=1", "rollout.update=in_flight"]
     return run(options, "in_flight", *ahead, sleep=False, iterations=6)
 
 
 def curve(options: Options) -> Figures:
-    """The demo of `make demo`: accuracy on the test puzzles before, while and after training."""
+    """Run the demo of `make demo`: accuracy on the test puzzles before, during and after training."""
     from jobs import sft
     from jobs import train as job
 
-    # A CPU has no time for more than a sign that it runs; `make demo` is the whole thing there.
+    # On a CPU the case only shows that the demo runs; `make demo` is the whole demo there.
     cuda = options.device == "cuda"
     sft_steps, iterations, every = (400, 130, 20) if cuda else (4, 2, 2)
     tiny = Options(options.device, "tiny", options.work, options.repeats)

@@ -23,7 +23,7 @@ ITERATIONS, PROMPTS, SAMPLES, CHUNK = 4, 32, 4, 8
 
 
 def settings(options: Options, name: str, *changes: str) -> list[str]:
-    """A run over the recorded rows."""
+    """Make the settings of a run over the recorded rows."""
     given = runs.base(options, runs.model(options), runs.prompts(options), name)
     return [
         *(setting for setting in given if not setting.startswith("data.train_files")),
@@ -87,7 +87,7 @@ def record(options: Options) -> Figures:
 
 
 def generate(model: Any, prompts: list[list[int]], tokenizer: Any, longest: int) -> list[Any]:
-    """`SAMPLES` responses to each prompt, with the log-probs of their tokens."""
+    """Generate `SAMPLES` responses to each prompt, with the log-probs of their tokens."""
     import numpy as np
     import torch
 
@@ -124,14 +124,14 @@ def generate(model: Any, prompts: list[list[int]], tokenizer: Any, longest: int)
 
 
 def train(options: Options) -> Figures:
-    """Half of the recorded iterations."""
+    """Train on half of the recorded iterations."""
     name = f"grpo-{options.shape}"
     half = f"trainer.total_training_steps={ITERATIONS // 2}"
     return runs.train(options, name, settings(options, name, half, "trainer.save_freq=2"))
 
 
 def resume(options: Options) -> Figures:
-    """The other half, from the checkpoint."""
+    """Train on the other half, from the checkpoint."""
     name = f"grpo-{options.shape}"
     steps = f"trainer.total_training_steps={ITERATIONS}"
     found = runs.train(options, name, settings(options, name, steps, "trainer.save_freq=2"), fresh=False)
@@ -141,7 +141,7 @@ def resume(options: Options) -> Figures:
 
 
 def ppo(options: Options) -> Figures:
-    """Actor and critic, and a replica of the critic."""
+    """Train actor and critic, with a replica of the critic."""
     name = f"ppo-{options.shape}"
     shared = ["trainer.gpus_per_worker=0.6", "scoring.value.num_gpus=0.4"] if options.device == "cuda" else []
     steps = f"trainer.total_training_steps={ITERATIONS}"
@@ -149,7 +149,7 @@ def ppo(options: Options) -> Figures:
 
 
 def sft(options: Options) -> Figures:
-    """A few steps of supervised fine-tuning."""
+    """Run a few steps of supervised fine-tuning."""
     from jobs import sft as job
 
     out = options.work / f"sft-{options.shape}"

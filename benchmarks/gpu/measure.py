@@ -17,7 +17,7 @@ def sync(device: Any) -> None:
 
 
 def fastest(repeats: int, run: Callable[[], Any], device: Any) -> float:
-    """The least seconds of `repeats` calls after a first one."""
+    """Return the least seconds of `repeats` calls after a first one."""
     times = []
     for _ in range(repeats + 1):
         sync(device)
@@ -29,7 +29,7 @@ def fastest(repeats: int, run: Callable[[], Any], device: Any) -> float:
 
 
 def begin(options: Options) -> Any:
-    """The device, with this process as the only rank of a process group."""
+    """Make this process the only rank of a process group; returns its device."""
     import torch
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def begin(options: Options) -> Any:
 
 
 def peak_gib(device: Any) -> float:
-    """The most memory so far: of tensors on a GPU, of the process on a CPU."""
+    """Return the peak memory so far: of tensors on a GPU, of the process on a CPU."""
     import resource
 
     import torch
@@ -52,9 +52,9 @@ def peak_gib(device: Any) -> float:
 
 
 def rates(rows: Any, options: Options, seconds: float, passes: int) -> Figures:
-    """Tokens and operations per second; `passes` forward passes' worth of work, a backward pass being two.
+    """Compute tokens and operations per second of work like `passes` forward passes; a backward pass counts as two.
 
-    What is computed twice (checkpointing) counts once, and a prompt counts for each of its rows, shared or not.
+    Work that is computed twice (checkpointing) counts once, and a prompt counts for each of its rows, shared or not.
     """
     import torch
 

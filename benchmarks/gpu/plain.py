@@ -1,4 +1,4 @@
-"""What the trainer is compared with: a loop of plain torch, and single kernels of attention."""
+"""References for the trainer's speed: a loop of plain torch, and single kernels of attention."""
 
 from collections.abc import Callable
 from functools import partial

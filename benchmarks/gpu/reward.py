@@ -4,5 +4,5 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Minus the number of characters."""
+    """Score a response by minus its number of characters."""
     return -float(len(solution_str))

@@ -1,4 +1,4 @@
-"""Whole runs for the stages with Ray: their prompts and models, which are made on the spot, and what they measured."""
+"""Whole runs for the stages with Ray: their prompts and models, which are made on the spot, and their figures."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ PUZZLES = [
     *("--template", "short", "--numbers", "3", "--max-number", "30", "--min-target", "1", "--max-target", "60"),
     *("--train", "10000", "--test", "1000", "--sft", "23000", "--sft-test", "400", "--sft-solution", "answer"),
 ]
-"""Those of the demo."""
+"""Puzzles of the demo."""
 FEWER = ["--template", "short", "--train", "512", "--test", "32", "--sft", "512", "--sft-test", "32"]
 REWARD = Path(__file__).with_name("reward.py")
 
@@ -33,7 +33,7 @@ MEDIANS = {
 }
 """Metrics whose median over the iterations after the first is a figure."""
 LARGEST = {"training/rollout_log_probs_diff_max": "gap_max", "training/rollout_log_probs_diff_mean": "gap_mean"}
-"""Metrics whose largest value is one: differences of log-probs between engine and trainer."""
+"""Metrics whose largest value is a figure: differences of log-probs between engine and trainer."""
 
 
 def with_any_versions() -> None:
@@ -44,7 +44,7 @@ def with_any_versions() -> None:
 
 
 def prompts(options: Options, full: bool = False) -> Path:
-    """Folder of Countdown prompts; `full`: those of the demo."""
+    """Make Countdown prompts, with `full` the demo's, unless they exist; returns their folder."""
     from jobs.prepare import __main__ as prepare
 
     folder = options.work / ("countdown" if full else "countdown-few")
@@ -54,7 +54,7 @@ def prompts(options: Options, full: bool = False) -> Path:
 
 
 def model(options: Options, full: bool = False) -> Path:
-    """Folder of a random model of the shape's sizes, with a tokenizer of its own and that one's vocabulary."""
+    """Make a random model of the shape's sizes with a tokenizer of its own, unless it exists; returns its folder."""
     from jobs import tiny
 
     shape, folder = SHAPES[options.shape], options.work / f"loop-{options.shape}{'-full' * full}"
@@ -69,13 +69,13 @@ def model(options: Options, full: bool = False) -> Path:
 
 
 def checked(code: int | None, name: str) -> None:
-    """Raises RuntimeError unless a job returned 0."""
+    """Raise RuntimeError unless a job returned 0."""
     if code:
         raise RuntimeError(f"{name} ended with exit code {code}; its output stands above")
 
 
 def base(options: Options, folder: Path, data: Path, name: str) -> list[str]:
-    """Settings of every run: one train worker, on the GPU where there is one."""
+    """Make the settings of every run: one train worker, on the GPU unless the device is `cpu`."""
     cuda = options.device == "cuda"
     return [
         *("experiment=countdown_cpu", f"model.path={folder}", f"data.train_files={data}/train.parquet"),
@@ -87,12 +87,12 @@ def base(options: Options, folder: Path, data: Path, name: str) -> list[str]:
 
 
 def train(options: Options, name: str, settings: Sequence[str], fresh: bool = True) -> Figures:
-    """Train in this process; the figures of the run.
+    """Train in this process; returns the figures of the run.
 
     Args:
-        options: of the case.
-        name: of the run, whose folder is emptied first if `fresh`.
-        settings: of the run, `base` included.
+        options: options of the case.
+        name: name of the run; its folder is emptied first if `fresh`.
+        settings: settings of the run, `base` included.
     """
     from jobs import train as job
 
@@ -105,7 +105,7 @@ def train(options: Options, name: str, settings: Sequence[str], fresh: bool = Tr
 
 
 def figures(folder: Path) -> Figures:
-    """What a run's `metrics.jsonl` says."""
+    """Read the figures of a run from its `metrics.jsonl`."""
     with (folder / "metrics.jsonl").open() as lines:
         records = [record for record in map(json.loads, lines) if "timing_s/step" in record]
     if not records:
@@ -118,5 +118,5 @@ def figures(folder: Path) -> Figures:
             if values := [record[key] for record in later if key in record]:
                 found[short] = choose(values)
     gap = "training/rollout_log_probs_diff_max"
-    # Before the first step engine and trainer have the same weights, however old the rows of later ones are.
+    # Before the first step engine and trainer have the same weights; rows of later steps may be older.
     return found | ({"first_gap_max": records[0][gap]} if gap in records[0] else {})

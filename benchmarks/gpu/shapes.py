@@ -1,4 +1,4 @@
-"""Models of real sizes with random weights, rows of real lengths, and what they cost in arithmetic.
+"""Models of real sizes with random weights, rows of real lengths, and their arithmetic operations.
 
 Speed, memory and agreement do not need trained weights.
 """
@@ -42,7 +42,7 @@ class Shape:
         return 4 * self.response
 
     def flops(self, lengths: list[int], responses: int) -> float:
-        """Operations of a forward pass over contexts of these lengths, with the head for so many response tokens."""
+        """Count the operations of a forward pass over contexts of these lengths, with the head for the responses."""
         tokens, squares = sum(lengths), sum(length**2 / 2 for length in lengths)
         matrices = 2 * self.hidden * (self.hidden + self.kv_heads * (self.hidden // self.heads))
         body = 2 * self.layers * (matrices + 3 * self.hidden * self.intermediate) * tokens
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def model_folder(name: str, work: Path, device: str = "cpu") -> Path:
-    """A folder with the shape's model in bfloat16, made on `device` where it is missing."""
+    """Return a folder with the shape's model in bfloat16; make the model on `device` if it is missing."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -91,7 +91,7 @@ def model_folder(name: str, work: Path, device: str = "cpu") -> Path:
 
 
 def rows(shape: Shape, seed: int = 0) -> pa.Table:
-    """The rows of an iteration: groups of responses of log-normal lengths."""
+    """Make the rows of an iteration: groups of responses of log-normal lengths."""
     rng, made = np.random.default_rng(seed), []
     for group in range(shape.prompts):
         prompt = rng.integers(5, shape.vocabulary, shape.prompt)
@@ -114,11 +114,11 @@ def rows(shape: Shape, seed: int = 0) -> pa.Table:
 
 
 def batch(shape: Shape, seed: int = 0) -> TrainBatch:
-    """`rows` as an update reads them."""
+    """Make `rows` in the form that an update reads."""
     return TrainBatch.from_table(rows(shape, seed))
 
 
 def peak_flops(card: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a card by its datasheet; None where they are not known."""
+    """Return a card's dense bfloat16 FLOP/s by its datasheet; None if they are not known."""
     gpu = known(card)
     return gpu.flops if gpu else None

@@ -1,4 +1,4 @@
-"""Stage A of the battery: the trainer alone, on one rank, with random weights; no Ray, no engine.
+"""Stage A of the battery: only the trainer, on one rank, with random weights; no Ray, no engine.
 
 python -m benchmarks.gpu.trainer --shape 0.5b 1.5b             # on a GPU
 python -m benchmarks.gpu.trainer --device cpu --shape tiny     # the same on this machine
@@ -10,7 +10,7 @@ update:*      one update of the actor, in the ways of `VARIANTS`
 plain         the same step on the same rows as a loop of plain torch
 attention     forward and backward of one layer's attention: padded, masked, packed
 publish       the weights become the buffers that engines read
-profile       where an update's time goes
+profile       the kernels that take most of an update's time
 tests         tests/train and tests/models on the device
 """
 
@@ -47,7 +47,7 @@ VARIANTS: dict[str, list[str]] = {
         *("actor.use_kl_loss=true", "scoring.reference.where=train_workers", "scoring.reference.offload=true"),
     ],
 }
-"""Settings of an update over those of `settings`; one whose keys this version lacks is left out."""
+"""Changes to the settings of an update; a variant whose keys this version lacks is left out."""
 
 BLOCKED = ("ray", "vllm", "mlflow")
 TOLERANCE = 1e-4
@@ -57,7 +57,7 @@ PROFILED = 12
 
 
 def settings(options: Options, *changes: str) -> Any:
-    """Settings of an update of the shape, as a run on this device has them."""
+    """Make the settings of an update of the shape, as a run on this device has them."""
     from pipeline.config import load_config
 
     shape = SHAPES[options.shape]
@@ -78,7 +78,7 @@ def settings(options: Options, *changes: str) -> Any:
 
 
 def update(actor: Any, rows: Any) -> dict[str, float]:
-    """One update with these rows; its metrics."""
+    """Make one update with these rows; returns its metrics."""
     from pipeline.stats import reduce
     from pipeline.train.update import StreamedUpdate
 
@@ -88,7 +88,7 @@ def update(actor: Any, rows: Any) -> dict[str, float]:
 
 
 def imports(options: Options) -> Figures:
-    """The train modules do without the packages that stage A does not carry."""
+    """Check that the train modules do not need the packages that stage A does not carry."""
 
     class Blocked(MetaPathFinder):
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -114,7 +114,7 @@ def imports(options: Options) -> Figures:
 
 
 def matmul(options: Options) -> Figures:
-    """FLOP/s of one large product of random numbers."""
+    """Measure the FLOP/s of one large product of random numbers."""
     import torch
 
     device = torch.device(options.device)
@@ -127,7 +127,7 @@ def matmul(options: Options) -> Figures:
 
 
 def same_numbers(options: Options) -> Figures:
-    """Two updates of the tiny shape on the CPU and on the device in float32, and on the device in bfloat16."""
+    """Compare two updates of the tiny shape on the CPU and on the device in float32, and on the device in bfloat16."""
     import torch
 
     from pipeline.models.fsdp import full_state_dict
@@ -168,7 +168,7 @@ def same_numbers(options: Options) -> Figures:
 
 
 def updated(options: Options, variant: str) -> Figures:
-    """Speed and memory of one update: old log-probs, forward and backward pass, step."""
+    """Measure speed and memory of one update: old log-probs, forward and backward pass, step."""
     import torch
 
     from pipeline.config import ConfigError
@@ -201,7 +201,7 @@ def updated(options: Options, variant: str) -> Figures:
 
 
 def publish(options: Options) -> Figures:
-    """The weights as the buffers that engines read, and joined again, without the object store."""
+    """Measure packing the weights into the buffers that engines read, and joining them, without the object store."""
     import torch
 
     from pipeline.train.setup import build_actor
@@ -236,7 +236,7 @@ def publish(options: Options) -> Figures:
 
 
 def profile(options: Options) -> Figures:
-    """The kernels that take most of an update; the whole table lies in the folder of `--work`."""
+    """Find the kernels that take most of an update; the whole table lies in the folder of `--work`."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -260,7 +260,7 @@ def profile(options: Options) -> Figures:
 
 
 def tests(options: Options) -> Figures:
-    """tests/train and tests/models with the device in the place of the CPU; what needs Ray does not count."""
+    """Run tests/train and tests/models with the device in the place of the CPU; tests that need Ray do not count."""
     root = Path(__file__).resolve().parents[2]
     place = "cuda:0" if options.device == "cuda" else "cpu"
     command = [
