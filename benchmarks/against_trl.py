@@ -203,7 +203,7 @@ def trl_command(python: Path, processes: int, settings: Path) -> list[str]:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Make the variables of a run: this process's, without those that lead to another Ray or other modules."""
+    """Make the variables of a run: this process's, except variables that lead to another Ray or other modules."""
     left_out = {"RAY_ADDRESS", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
     return {name: value for name, value in os.environ.items() if name not in left_out} | dict(more)
 

@@ -82,7 +82,7 @@ class Trial:
                 self.found["step"] = step
                 act()
             del self.found["step"]
-        except Exception as error:  # noqa: BLE001 (whatever a family's code raises is a finding)
+        except Exception as error:  # noqa: BLE001 (any error of a family is a finding)
             with self.log.open("a") as file:
                 traceback.print_exc(file=file)
             kind, text = (error.kind, error.text) if isinstance(error, Failed) else (type(error).__name__, str(error))

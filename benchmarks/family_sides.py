@@ -223,7 +223,7 @@ def _open(kind: Callable[[], Any], log: Path) -> int:
 def _call(method: str, args: tuple[Any, ...]) -> Any:
     try:
         return getattr(_side, method)(*args)
-    except Exception as error:  # noqa: BLE001 (whatever a family's code raises is a finding)
+    except Exception as error:  # noqa: BLE001 (any error of a family is a finding)
         traceback.print_exc()
         # Some errors of libraries cannot be sent to another process.
         raise Failed(type(error).__name__, str(error)) from None

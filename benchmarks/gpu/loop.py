@@ -35,7 +35,7 @@ def settings(options: Options, name: str, *changes: str) -> list[str]:
 
 
 def sizes() -> list[str]:
-    """An iteration of four chunks and two optimiser steps."""
+    """Make the settings of an iteration of four chunks and two optimiser steps."""
     return [
         *(f"data.train_batch_size={PROMPTS}", f"rollout.n={SAMPLES}", f"rollout.chunk_prompts={CHUNK}"),
         f"actor.ppo_mini_batch_size={PROMPTS // 2}",
