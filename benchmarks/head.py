@@ -52,7 +52,7 @@ class Case:
 
     Args:
         tokens, width, vocabulary: N, H and V.
-        dtype: of hidden states and weights.
+        dtype: type of hidden states and weights.
         device: device of hidden states and weights.
         chunk: positions whose logits exist at a time.
     """

@@ -216,7 +216,7 @@ class Watch:
     """Samples the driver, Ray's processes and the object store in a thread.
 
     Args:
-        chunks: how many chunks have been read so far.
+        chunks: function that returns the number of chunks read so far.
         every: seconds between samples.
     """
 

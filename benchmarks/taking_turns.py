@@ -43,7 +43,7 @@ class Side:
     """A process that runs `serve`.
 
     Args:
-        name: of the side, for errors.
+        name: name of the side, for errors.
         command: program and arguments.
         timeout_s: seconds that its start, and each of its turns, may take.
 

@@ -60,7 +60,7 @@ class Step:
         self._optimizer = torch.optim.AdamW(self._trainer.model.parameters(), lr=1e-6, fused=True)
 
     def __call__(self) -> None:
-        """One update, on all rows."""
+        """Make one update, on all rows."""
         ends = self._rows["response_offsets"]
         for index in self._mini_batches:
             self._optimizer.zero_grad(set_to_none=True)

@@ -73,7 +73,7 @@ def plain(options: Options) -> Figures:
 
 
 def attention(options: Options) -> Figures:
-    """One layer's attention over as many tokens as a pass has, forward and backward, in ms, by kernel."""
+    """Time one layer's attention over as many tokens as a pass has, forward and backward, in ms, by kernel."""
     import torch
     import torch.nn.functional as F
 

@@ -106,7 +106,7 @@ class Environment:
 
         Args:
             row: `prompt` (messages), `data_source`, `ground_truth` and `extra_info` of the prompt.
-            seed: the same for all episodes of a group while `agent.same_seed_in_group` is set.
+            seed: seed of the episode, the same for all episodes of a group if `agent.same_seed_in_group` is set.
 
         Returns:
             The text or messages that follow the row's prompt.

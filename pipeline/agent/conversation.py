@@ -223,7 +223,7 @@ class Conversation:
         that waits for an answer cannot be continued. A cancelled chat leaves no trace.
 
         Args:
-            messages: as `messages.checked_messages` returns them.
+            messages: result of `messages.checked_messages`.
             tools: schemas of the tools; a context keeps the same tools from its beginning to its end.
             most: most tokens of the answer; None leaves it to `agent.max_turn_tokens`.
 

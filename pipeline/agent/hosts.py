@@ -72,7 +72,7 @@ class Hosts:
 
 
 BESIDE_ENGINES = Hosts()
-"""No hosts: each engine holds the processes of its episodes."""
+"""The hosts of a run without `agent.hosts`: none. Each engine holds the processes of its episodes."""
 
 
 class Held:

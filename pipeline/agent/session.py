@@ -133,7 +133,7 @@ class Session:
         """Run the program of the episode and return its result.
 
         Args:
-            row: as in `Processes.open`.
+            row: row of the episode, as in `Processes.open`.
             chat: function that gives the answers for the program. Its exceptions other than `EpisodeOver` propagate.
 
         Raises:
@@ -160,7 +160,7 @@ class Session:
         """Run the command of the episode and return its result.
 
         Args:
-            row: as in `Processes.open`.
+            row: row of the episode, as in `Processes.open`.
             variables: further environment variables of the command.
 
         Raises:
