@@ -102,7 +102,7 @@ format: $(STAMP) ## let ruff format and fix the code
 docs: $(STAMP) ## write docs/configuration.md anew from the dataclasses
 	@$(RUN) -m jobs.docs_configuration
 
-bench: $(STAMP) ## the measurements of docs/benchmarks.md
+bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of the others
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 	@if ls runs/*/metrics.jsonl >/dev/null 2>&1; then echo "== iteration"; $(RUN) -m benchmarks.iteration runs/*/metrics.jsonl; fi
 

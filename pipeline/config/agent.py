@@ -61,7 +61,8 @@ class AgentConfig:
     here is refused. `none`: they can do what the run can."""
 
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables of environment processes, beside `PATH`, `HOME`, `LANG` and `TMPDIR`."""
+    """Environment variables of environment processes, added to `PATH`, `HOME`, `LANG`, `LC_ALL`, `TMPDIR` and
+    `VIRTUAL_ENV` of the run."""
 
     max_turns: int = setting(8, at_least=1)
     """Answers of the policy in one episode."""
