@@ -99,8 +99,9 @@ format: $(STAMP) ## let ruff format and fix the code
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-docs: $(STAMP) ## write docs/configuration.md anew from the dataclasses
+docs: $(STAMP) ## write docs/configuration.md from the dataclasses and tests/sentences.txt from the checks
 	@$(RUN) -m jobs.docs_configuration
+	@$(RUN) -m pytest -q -m unit --durations=0 --write-sentences $$(grep -rlw named tests --include='test_*.py')
 
 bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of the others
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
