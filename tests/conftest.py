@@ -62,14 +62,16 @@ def all_sentences(request: pytest.FixtureRequest) -> Iterator[sentences.Sentence
 
 
 @pytest.fixture
-def named(request: pytest.FixtureRequest, all_sentences: sentences.Sentences) -> Iterator[sentences.Named]:
+def named(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, all_sentences: sentences.Sentences
+) -> Iterator[sentences.Named]:
     """Call it with a sentence and the keys that it must name; the words must be those of `sentences.txt`."""
-    folders = [request.getfixturevalue("tmp_path")] if "tmp_path" in request.fixturenames else []
+    folder = tmp_path_factory.getbasetemp()
     test, case = request.node.nodeid.partition("[")[0], sentences.case_of(request.node)
     if not request.config.getoption("--write-sentences"):
-        yield sentences.Named(all_sentences.get(test, {}).get(case, []), *folders, ROOT)
+        yield sentences.Named(all_sentences.get(test, {}).get(case, []), folder)
         return
-    asserts = sentences.Named(None, *folders, ROOT)
+    asserts = sentences.Named(None, folder)
     yield asserts
     cases = all_sentences.setdefault(test, {})
     assert case not in cases, f"two cases of {test} are called {case!r}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
+ROOT = Path(__file__).parents[1]
 HEAD = "# Written by `make docs` from the tests: the sentences of checks, by test and case. Read the diff.\n"
 EXPECTED = "keys"
 """The parameter of a test that has what a sentence must name; the other parameters tell one case from another."""
@@ -41,19 +42,17 @@ def written(sentences: Sentences) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plain(text: object, *folders: Path) -> str:
-    """`text` on one line, without what differs from one machine or run to the next."""
-    shown = str(text)
-    for folder in folders:
-        shown = shown.replace(str(folder), "/folder")
-    return re.sub(r"0x[0-9a-f]{6,}", "0x", shown).replace("\n", "\\n")
+def plain(text: object, folder: Path) -> str:
+    """`text` on one line, without what differs from run to run: `folder` holds the folders of all tests."""
+    shown = re.sub(rf"{re.escape(str(folder))}/[\w.-]+", "/folder", str(text).replace(str(ROOT), "/repository"))
+    return re.sub(r"0x[0-9a-f]{6,}", "0x...", shown).replace("\n", "\\n")
 
 
 def case_of(test: pytest.Item) -> str:
     """What tells a case of a test from its others: the values of its parameters without what it expects."""
     call = getattr(test, "callspec", None)
     values = [] if call is None else [value for name, value in call.params.items() if name != EXPECTED]
-    return plain(" ".join(map(str, values)) or "-")
+    return " ".join(map(str, values)).replace("\n", "\\n") or "-"
 
 
 class Named:
@@ -61,19 +60,19 @@ class Named:
 
     Args:
         expected: the file's sentences of this test and case; None if they are to be written.
-        folders: folders whose names differ from run to run.
+        folder: the folder that holds the folders of all tests.
     """
 
-    def __init__(self, expected: list[str] | None, *folders: Path) -> None:
+    def __init__(self, expected: list[str] | None, folder: Path) -> None:
         self.sentences: list[str] = []
         self._expected = expected
-        self._folders = folders
+        self._folder = folder
 
     def __call__(self, sentence: object, keys: str) -> None:
         """`keys`: the settings, files, rows or columns that the sentence must name, with spaces between them."""
         missing = [key for key in keys.split() if key not in str(sentence)]
         assert keys and not missing, f"{missing} not named in: {sentence}"
-        text, count = plain(sentence, *self._folders), len(self.sentences)
+        text, count = plain(sentence, self._folder), len(self.sentences)
         self.sentences.append(text)
         if self._expected is not None:
             expected = self._expected[count] if count < len(self._expected) else "no sentence"

@@ -29,17 +29,18 @@ def test_the_file_is_in_its_own_form_and_its_tests_exist() -> None:
 
 def test_other_words_a_missing_key_and_one_sentence_too_many_fail() -> None:
     expected = ["a.b=1 must be 2"]
-    Named(expected)("a.b=1 must be 2", "a.b")
+    Named(expected, ROOT)("a.b=1 must be 2", "a.b")
     with pytest.raises(AssertionError, match="make docs"):
-        Named(expected)("a.b=1 should be 2", "a.b")
+        Named(expected, ROOT)("a.b=1 should be 2", "a.b")
     for keys in ("a.c", "a.b c.d", ""):
         with pytest.raises(AssertionError):
-            Named(expected)("a.b=1 must be 2", keys)
-    twice = Named(expected)
+            Named(expected, ROOT)("a.b=1 must be 2", keys)
+    twice = Named(expected, ROOT)
     twice("a.b=1 must be 2", "a.b")
     with pytest.raises(AssertionError, match="make docs"):
         twice("a.b=1 must be 2", "a.b")
 
 
 def test_what_differs_from_run_to_run_is_left_out(tmp_path: Path) -> None:
-    assert plain(f"{tmp_path}/a: x\ny at 0x7f3a12345678", tmp_path) == "/folder/a: x\\ny at 0x"
+    text = f"{tmp_path}/a: x\n{ROOT}/b at 0x7f3a12345678"
+    assert plain(text, tmp_path.parent) == "/folder/a: x\\n/repository/b at 0x..."
