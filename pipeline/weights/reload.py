@@ -31,7 +31,11 @@ class Reload:
         """Prepare the model for `load_weights` of all its weights. No request may be computed before `finish`."""
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _get_original_loader,
+            _place_kernel_tensors,
+            get_layerwise_info,
+        )
 
         self._packed.clear()
         initialize_layerwise_reload(self._model)
@@ -39,6 +43,9 @@ class Reload:
             info = get_layerwise_info(module)
             _place_kernel_tensors(module, info)
             info.reset()
+            for parameter in module.parameters(recurse=False):
+                # vLLM wraps the loader of a bias itself, not of a copy; wrapped, it would take nothing from here on.
+                parameter.weight_loader = _get_original_loader(parameter)
         if self._on_cpu:
             for module in self._model.modules():
                 method = getattr(module, "quant_method", None)
