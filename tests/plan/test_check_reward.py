@@ -63,7 +63,6 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
         ({"normalize": {"s": [1.0]}}, "reward.normalize.s"),
         ({"source_scale": {"s": float("nan")}}, "reward.source_scale.s"),
         ({"rate_limit": RateLimitConfig(max_concurrent=4)}, "reward.rate_limit"),
-        ({"sandbox": SandboxConfig(url="localhost:8080")}, "reward.sandbox.url"),
         (
             {"functions": OWN, "rate_limit": RateLimitConfig(max_per_minute=10)},
             "reward.rate_limit.max_per_minute",
@@ -75,6 +74,11 @@ def test_settings_that_cannot_be(settings: dict[str, Any], keys: str, named: Nam
     made.data.train_batch_size, made.rollout.n = 128, 8
     (found,) = [*violations(made), *problems(made)]
     named(found, keys)
+
+
+def test_the_address_of_a_sandbox_is_a_url(named: Named) -> None:
+    (found,) = problems(config(sandbox=SandboxConfig(url="localhost:8080")))
+    named(found, "reward.sandbox.url=localhost:8080")
 
 
 def test_one_function_and_several_exclude_each_other(named: Named) -> None:

@@ -24,6 +24,7 @@ from pipeline.supervised.data import read
 from pipeline.supervised.dpo import DPOLoop, KTOLoop, loop_of
 from pipeline.supervised.dpo_data import KTO_SCHEMA, PARTNER_CELL, ROW, SCHEMA, DPOEncoder, KTOEncoder, _next_other
 from pipeline.supervised.loop import Settings
+from tests.sentences import Named
 from tests.train.updates import spawn, worlds
 
 PROMPT = [{"role": "user", "content": "Numbers: 3 4. Target: 7."}]
@@ -83,11 +84,12 @@ def test_texts_that_spell_special_tokens_are_text(tokenizer: Any, kto: bool) -> 
     assert tokenizer.decode(learnt) == f"a{mark}b<|im_end|>"
 
 
-def test_answers_behind_an_answer_are_no_prompt(tokenizer: Any) -> None:
+def test_answers_behind_an_answer_are_no_prompt(tokenizer: Any, named: Named) -> None:
     begun = [*PROMPT, *said("So")]
     for kto, row in ((False, pair(prompt=begun)), (True, {"prompt": begun, "completion": "a", "label": True})):
-        with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assi"):
+        with pytest.raises(ValueError) as refused:
             encode(tokenizer, [row], kto)
+        named(refused.value, "0 'prompt'")
     # Whole conversations part where an answer begins, not within several messages of it.
     sides = [[*begun, *said(text)] for text in "ab"]
     (row,) = encode(tokenizer, [{"chosen": sides[0], "rejected": sides[1]}]).to_pylist()
@@ -114,20 +116,25 @@ def test_text_prompts_whole_conversations_and_several_turns_mean_the_same(tokeni
     assert tokenizer.decode(ids[mask > 0]) == "no<|im_end|>x<|im_end|>"
 
 
-def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any) -> None:
+def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any, named: Named) -> None:
     for side in ("chosen", "rejected"):
-        with pytest.raises(ValueError, match=f"f.parquet, row 0, {side} answer: .*leaves out `thinking` of message 1"):
+        with pytest.raises(ValueError) as refused:
             encode(tokenizer, [pair(said("a"), said("b")) | {side: [said("c")[0] | {"thinking": "hm"}]}])
+        named(refused.value, f"f.parquet 0 {side} 1")
     asked = [PROMPT[0], {**said("x")[0], "reasoning": "hm"}, PROMPT[0]]
-    with pytest.raises(ValueError, match="f.parquet, row 0, .*leaves out `reasoning` of message 1"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [pair() | {"prompt": asked}])
+    named(refused.value, "f.parquet 0 1")
 
 
-def test_answers_without_their_thinking_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_their_thinking_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, named: Named
+) -> None:
     template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="f.parquet, row 0, rejected answer: .*leaves out the beginning of the answer"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [pair(said("a"), said("<think>hm</think>b"))])
+    named(refused.value, "f.parquet 0")
 
 
 def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
@@ -158,62 +165,68 @@ def test_bad_pairs_are_refused_with_their_place(tokenizer: Any, row: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "keys"),
     [
-        ({"chosen": None}, "column 'chosen': there is no answer; remove the row"),
-        ({"rejected": ""}, "column 'rejected': there is no answer; remove the row"),
-        ({"rejected": "7 = 3 + 4"}, "the columns 'chosen' and 'rejected' are equal"),
-        ({"prompt": ""}, "column 'prompt': there is no prompt; remove the row"),
-        ({"prompt": None}, "column 'prompt': there is no prompt; remove the row"),
-        ({"margin": None}, "column 'margin': the margin is None, not a finite number"),
+        ({"chosen": None}, "'chosen'"),
+        ({"rejected": ""}, "'rejected'"),
+        ({"rejected": "7 = 3 + 4"}, "'chosen' 'rejected'"),
+        ({"prompt": ""}, "'prompt'"),
+        ({"prompt": None}, "'prompt'"),
+        ({"margin": None}, "'margin'"),
     ],
 )
-def test_bad_pairs_are_found_before_anything_starts(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_bad_pairs_are_found_before_anything_starts(
+    tmp_path: Path, row: dict[str, Any], keys: str, named: Named
+) -> None:
     rows = [{"prompt": f"{number}", "chosen": "7 = 3 + 4", "rejected": "3", "margin": 1.0} for number in range(9)]
     rows[7] |= row
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet", row_group_size=4)
     data = DPODataConfig(margin_key="margin")
     for encoder in (DPOEncoder, KTOEncoder):
-        with pytest.raises(ValueError, match=rf"data.val_files: .*f.parquet, row 7 \(row group 1\).* {sentence}"):
+        with pytest.raises(ValueError) as refused:
             encoder.find_row_groups(str(tmp_path), "data.val_files", data)
+        named(refused.value, f"data.val_files f.parquet 7 1 {keys}")
 
 
-def test_a_column_needs_a_name(tmp_path: Path) -> None:
+def test_a_column_needs_a_name(tmp_path: Path, named: Named) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "chosen": ["x"], "rejected": ["y"]}), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match="has no column '', but prompt, chosen, rejected; name it with data.chosen_ke"):
+    with pytest.raises(ValueError) as refused:
         DPOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig(chosen_key=""))
+    named(refused.value, "data.chosen_ke")
 
 
 @pytest.mark.parametrize("label", [2, None])
-def test_bad_labels_are_found_before_anything_starts(tmp_path: Path, label: int | None) -> None:
+def test_bad_labels_are_found_before_anything_starts(tmp_path: Path, label: int | None, named: Named) -> None:
     rows = {"prompt": ["a", "b", "c"], "completion": ["x", "y", "z"], "label": [0, 1, label]}
     pq.write_table(pa.table(rows), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=f"f.parquet, row 2 .*column 'label': {label} is neither true nor false"):
+    with pytest.raises(ValueError) as refused:
         KTOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig())
+    named(refused.value, f"f.parquet 2 'label' {label}")
 
 
-def test_an_answer_that_begins_with_the_user_is_told_what_helps(tokenizer: Any) -> None:
+def test_an_answer_that_begins_with_the_user_is_told_what_helps(tokenizer: Any, named: Named) -> None:
     row = {"prompt": PROMPT, "completion": [*PROMPT, *said("a")], "label": True}
-    with pytest.raises(ValueError, match="role 'user'; move the messages before the answer into the column of the pro"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [row], kto=True)
+    named(refused.value, "'user'")
 
 
-def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any) -> None:
+def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any, named: Named) -> None:
     rows = [pair("1 2 3 4 5 6 7 8 9", "1"), pair("1", "2")]
     full = encode(tokenizer, rows)
     length = len(full["prompt_ids"][0]) + len(full["chosen_ids"][0])
-    with pytest.raises(
-        ValueError, match=f"row 0: the conversation has {length} tokens, .* data.max_length={length - 2}"
-    ):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, max_length=length - 2)
+    named(refused.value, f"0 {length}")
     left = encode(tokenizer, rows, max_length=length - 2, truncation="left")
     assert left["prompt_ids"][0].as_py() == full["prompt_ids"][0].as_py()[2:]
     assert left["chosen_ids"] == full["chosen_ids"] and left["prompt_ids"][1] == full["prompt_ids"][1]
     dropped = encode(tokenizer, rows, max_length=length - 2, truncation="drop")
     assert [len(dropped[f"{name}_ids"][0]) for name in ("prompt", "chosen", "rejected")] == [0, 0, 0]
     assert dropped.slice(1) == full.slice(1)
-    with pytest.raises(ValueError, match="row 0: the answer, without any of its prompt, has"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, max_length=4, truncation="left")
+    named(refused.value, "0")
 
 
 def test_rows_keep_their_number_and_partner_however_they_are_shuffled(tmp_path: Path, tokenizer: Any) -> None:
@@ -244,14 +257,13 @@ def test_a_partner_has_another_prompt() -> None:
     assert _next_other(list("aaa")) == [None] * 3 and _next_other([]) == [] and _next_other(["a"]) == [None]
 
 
-def test_kto_needs_labels_of_both_kinds(tmp_path: Path, tokenizer: Any) -> None:
+def test_kto_needs_labels_of_both_kinds(tmp_path: Path, tokenizer: Any, named: Named) -> None:
     path = tmp_path / "f.parquet"
     for label, kind in ((True, "good"), (False, "bad")):
         pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [label] * 2}), path)
-        with pytest.raises(
-            ValueError, match=f"data.train_files .*f.parquet: column 'label' marks every answer as {kind}"
-        ):
+        with pytest.raises(ValueError) as refused:
             KTOEncoder.find_row_groups(str(path), "data.train_files", DPODataConfig())
+        named(refused.value, f"data.train_files f.parquet 'label' {kind}")
         assert KTOEncoder.find_row_groups(str(path), "data.val_files", DPODataConfig())
     for table, sentence in (
         ({"prompt": ["a"], "completion": ["x"]}, "no column 'label'"),
@@ -263,8 +275,9 @@ def test_kto_needs_labels_of_both_kinds(tmp_path: Path, tokenizer: Any) -> None:
         with pytest.raises(ValueError, match=sentence):
             KTOEncoder.check(pa.table(table).schema, "f.parquet", DPODataConfig())
     rows = [{"prompt": "a", "completion": "x", "label": 2}, {"prompt": "b", "completion": "y", "label": 1}]
-    with pytest.raises(ValueError, match="f.parquet, row 0, column 'label': 2 is neither true nor false"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, kto=True)
+    named(refused.value, "f.parquet 0 'label' 2")
 
 
 # The update.
