@@ -150,7 +150,7 @@ def _of_contexts(
     of each of the `spans`. `ends` are the ends of the sequences in the response."""
     talks = split(messages)
     if len(talks) != len(ends):
-        # One conversation goes on through all sequences; older rows do not say where another one begins.
+        # One conversation goes on through all sequences; older rows do not mark the beginning of another one.
         talks, ends = [[message for talk in talks for message in talk]], ends[-1:]
     starts = np.cumsum([0, *(span["tokens"] for span in spans)])[:-1][::2]
     answers = np.bincount(np.searchsorted(ends[:-1], starts, "right"), minlength=len(talks))

@@ -82,7 +82,7 @@ def _of_numbers(episodes: list[dict]) -> Stats:
 
 
 def divided(names: Iterable[str], most: int) -> tuple[list[str], list[str]]:
-    """Divide `names` into those that become metrics, the first `most` by name, and the rest."""
+    """Divide `names` into the first `most` by name, which become metrics, and the rest."""
     ordered = sorted(names)
     chosen = [name for name in ordered if len(name) <= LONGEST_NAME][:most]
     return chosen, [name for name in ordered if name not in chosen]

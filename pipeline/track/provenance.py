@@ -83,7 +83,7 @@ def git_commit() -> tuple[str, bool] | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the libraries that shape a run, without those that are not installed."""
+    """Return the versions of the installed libraries that shape a run."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         for distribution in (library, f"{library}-cpu"):

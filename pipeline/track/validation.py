@@ -71,7 +71,7 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
 
 
 def right(accuracies: Iterable[float | None]) -> list[float]:
-    """Return the accuracies with 0 for each response that was not judged; for a source that has some accuracies."""
+    """Return the accuracies of a source that has some; a response without one counts as 0."""
     return [acc or 0.0 for acc in accuracies]
 
 
