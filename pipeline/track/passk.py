@@ -57,7 +57,7 @@ def maj_at_every_k(scores: Sequence[float], answers: Sequence[Hashable]) -> np.n
         answers: answer of each response; equal ones are votes for the same answer.
 
     Raises:
-        ValueError: there are no responses, or more than `MAX_RESPONSES`.
+        ValueError: `scores` is empty, or longer than `MAX_RESPONSES`.
     """
     n = len(scores)
     if not 1 <= n <= MAX_RESPONSES:
