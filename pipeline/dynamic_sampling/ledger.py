@@ -171,7 +171,7 @@ class Ledger:
     def _place(self, chunk: int, used: int) -> tuple[int, int]:
         """Locate prompt `used` of a chunk: its batch in the attempt, and the number of that batch's prompts before
         it."""
-        # The end of a batch is not the beginning of the next one, which may not have been made yet.
+        # A place at the end of a batch stays in that batch: the next one may not have been made yet.
         chunks = self.rules.batch // self.rules.chunk_prompts
         batch = chunk // chunks
         return batch, (chunk - batch * chunks) * self.rules.chunk_prompts + used

@@ -135,7 +135,7 @@ class PromptFile:
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         handle = self.filesystem.open_input_file(self.path)
-        # Without these two arguments, pyarrow holds a row group's raw columns in memory, whatever its size.
+        # Without these two arguments, pyarrow holds a row group's raw columns in memory, even if it is large.
         with pq.ParquetFile(handle, pre_buffer=False, buffer_size=READ_BYTES) as file:
             if (found := _row_groups(file)) != self.row_groups:
                 raise OSError(f"the file now has {sum(found)} rows in {len(found)} row groups")
