@@ -30,7 +30,7 @@ class Origin:
     exists: bool
     """True if the folder holds this run."""
     own: Saved | None = None
-    """Its newest checkpoint, from which it goes on."""
+    """The run's newest checkpoint, from which it goes on."""
     policy: Saved | None = None
     """The checkpoint of another run, whose weights it takes."""
     notes: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
 
 
 def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
-    """Compare the files of a run that goes on with those that it began with."""
+    """Compare the files of a run that goes on with the files at its beginning."""
     known = load(str(run_dir)) or load(own.place)
     if known is None:
         made.notes.append(UNKNOWN.format(place=run_dir))
