@@ -51,7 +51,7 @@ class ServeOptions:
     tool_parser: str | None = None
     """vLLM's parser of the model's calls, `auto` or `none`."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
-    """Arguments of vLLM's engine and server, which replace those of the run."""
+    """Arguments of vLLM's engine and server, which replace the run's."""
 
     def replicas(self) -> tuple[int, int]:
         """Return the smallest and the largest number of replicas.
@@ -219,7 +219,7 @@ def application(config: "LLMConfig") -> "Application":
     from ray.serve.llm.deployment import LLMServer
 
     options = config.runtime_env or {}
-    # The deployment's variables would replace those of this process's job.
+    # The deployment's variables would replace the variables of this process's job.
     inherited = dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
     options["env_vars"] = inherited | options.get("env_vars", {})
     return build_llm_deployment(config, name_prefix="LLM:", deployment_cls=serve.ingress()(LLMServer))
