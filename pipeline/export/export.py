@@ -62,7 +62,7 @@ def export(
         critic: write the critic, as a model for token classification with one label: the value of the text so far.
         base: the model that the run started from, if it has moved since.
         replace: replace the folder `out`.
-        `alone`: write the policy's adapter without the base.
+        alone: write the policy's adapter without the base.
 
     Returns:
         the tokens that end answers of the model; None for a critic.

@@ -82,7 +82,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         sums = found.new_zeros(size, found.shape[1]).index_add_(0, row, found)
         dist.all_reduce(times)
         dist.all_reduce(sums)
-        self.reference = (sums / times).cpu().numpy()  # NaN where a row never came
+        self.reference = (sums / times).cpu().numpy()  # NaN for a row that never came
         if self.val_rows is not None:
             self.val_rows = self._with_reference(self.val_rows, self.score(self.val_rows))
 

@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         ("margin", pa.float32()),
     ]
 )
-"""An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
+"""An answer's mask is 1 for the assistant's tokens. A row that is left out has no tokens."""
 KTO_SCHEMA = pa.schema([*SCHEMA, (f"{PARTNER}_ids", INTS), (f"{PARTNER}_mask", _MASK)])
 
 ROW, PARTNER_CELL = "row number", "partner's answer"
