@@ -120,8 +120,8 @@ class Schedule:
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
 
     def reached(self, base: int, done: int) -> int:
-        """Return the version that the prompts after `done` iterations of an attempt need, which began with version
-        `base`; `base - 1` before the first iteration."""
+        """Return the version that the prompts after `done` iterations of an attempt need, if the attempt began with
+        version `base`; `base - 1` before the first iteration."""
         return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
 
 

@@ -4,8 +4,8 @@
     'reward.custom_reward_function.reward_kwargs={base_url: "http://host:8000/v1", model: my-judge}'
 
 If the judge cannot be reached, or replies without a score, the row has an error, not a score of 0. A response may try
-to make the judge repeat a score. So a number outside the bounds, or several different numbers without a last line for
-one of them, count as the lowest score.
+to make the judge repeat a score. So a number outside the bounds, or different numbers, unless the last one ends the
+reply on its own line, count as the lowest score.
 """
 
 import functools
@@ -98,7 +98,8 @@ async def compute_score(
 
 
 def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
-    """Read the number in a judge's reply; None if it holds several, and its last line not only the last one.
+    """Read the number in a judge's reply; None for different numbers, unless the last one ends the reply on its own
+    line.
 
     A reply that quotes the response may hold scores that the response suggested.
 

@@ -59,10 +59,10 @@ class Restarts(UserCallback):
             self._in_a_row, self._trained = 0, True
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Called with the errors of the failed train workers, by rank.
+        """Decide on a restart, by the errors of the failed train workers by rank.
 
         Raises:
-            RunEnded: the workers shall not be restarted.
+            RunEnded: the workers must not be restarted.
         """
         found = {rank: kinds(error) for rank, error in worker_exceptions.items()}
         # The most informative rank: one with a final error, else one whose error does not follow from another's death.

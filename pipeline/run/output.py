@@ -38,7 +38,8 @@ class Lasting:
         self._try(self._stream.flush)
 
     def close_quietly(self) -> None:
-        """Write the remaining text. A failed write here would change the interpreter's exit code, so it is dropped."""
+        """Write the remaining text; drop text that cannot be written, which would change the interpreter's exit
+        code."""
         self.flush()
         if self.problem is not None:
             self._let_go()

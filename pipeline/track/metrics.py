@@ -200,7 +200,7 @@ def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stat
 
 
 def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
-    """Compute the difference of the engine's log-probs [N] and the trainer's before any update [N], if `mask` [N] is 1.
+    """Compare the engine's log-probs [N] with the trainer's before any update [N], for tokens with `mask` [N] 1.
 
     All are numpy arrays or CPU tensors. A difference that is not a number counts as infinite (log-probs) or as 1
     (probabilities), so that a NaN cannot pass a limit on the gap.
