@@ -431,7 +431,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     running.close()
 
 
-def test_log_probs_of_a_head_with_its_own_weights_and_a_bias_are_the_trainers_after_every_update(tmp_path: Path) -> None:
+def test_log_probs_of_an_untied_head_with_a_bias_are_the_trainers_after_every_update(tmp_path: Path) -> None:
     untied = Engine(open_place, False, str(tmp_path / "model"))
     try:
         test_log_probs_are_the_trainers_after_every_update(untied)
