@@ -50,7 +50,7 @@ SAMPLES_EVERY = 10
 LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
 """Metrics that count names without a metric of their own."""
 MISSING = "/missing_rate"
-"""Ending of the metrics' names that count rows without a number of the reward."""
+"""Ending of the names of metrics that give the share of rows without a number of the reward."""
 ROWS_FOR_NAMES = 64
 """Number of rows in which such names are looked up."""
 

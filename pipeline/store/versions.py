@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass
 class Published:
-    """One version's parts that train ranks have published."""
+    """The parts of one version that train ranks have published."""
 
     validates: bool = False
     """True if the version stays current until it has been validated."""

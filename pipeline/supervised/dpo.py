@@ -3,7 +3,7 @@
 1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows gives
    the reference's log-probs, and no second model is ever loaded. Every rank keeps them by the row's number (two numbers
    for a pair), because rows come in another order, and to other ranks, in each epoch. A frozen copy would give the same
-   numbers, but needs the memory of another model, and one more pass over it in every epoch.
+   numbers, but would need the memory of another model, and one more pass over it in every epoch.
 2. Both answers of a pair run in one forward pass, after one copy of their prompt (`models/sharing.py`).
 3. The loss is a mean over the pairs, for KTO over the answers, of the global batch (`loop.py`).
 """
