@@ -24,12 +24,13 @@ JOBS = {
     "cluster": "start and stop a Ray head on this machine",
     "docs_configuration": "write docs/configuration.md",
 }
-"""Every job with what it does."""
+"""The jobs with their descriptions."""
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the job that the first argument names with the other arguments; returns its exit code (2: no such job)."""
+    """Run the job that the first argument names with the other arguments; returns its exit code (2 for an unknown
+    job)."""
     name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: slipstream JOB ...\n\njobs:")

@@ -49,7 +49,7 @@ BUILT_IN = {
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
+    """Collect the docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
 
     Raises:
         ValueError: a field has none.
@@ -79,7 +79,7 @@ def _own_descriptions(schema: type) -> dict[str, str]:
 
 
 def default(key: Key) -> str:
-    """The default as it is written in YAML, which shows the key's type; beside null stands the type of other values."""
+    """Format the default as in YAML, which shows the key's type; after null comes the type of other values."""
     value = key.default
     if value is None:
         others = [kind for kind in typing.get_args(key.type) if kind is not types.NoneType]
@@ -96,12 +96,12 @@ def default(key: Key) -> str:
 
 
 def type_name(kind: Any) -> str:
-    """The type as it is written in Python: `list[str]`."""
+    """Format a type as in Python: `list[str]`."""
     return str(kind).replace("typing.", "") if isinstance(kind, types.GenericAlias) else kind.__name__
 
 
 def page() -> str:
-    """The whole page as Markdown, one table per section; sections of one dataclass share a table."""
+    """Write the whole page as Markdown, one table per section; sections of one dataclass share a table."""
     alike: dict[type, dict[str, list[Key]]] = {}
     for key in keys(Config).values():
         section = key.name.rpartition(".")[0]
@@ -121,7 +121,7 @@ def page() -> str:
 
 
 def _row(same: tuple[Key, ...]) -> str:
-    """One key; where several sections have it, its last part, and its default in each section where they differ."""
+    """Format one key. If several sections have it, show only its last part, and all its different defaults."""
     key = same[0]
     text = descriptions(key.owner)[key.name.rpartition(".")[2]]
     names = BUILT_IN.get(key.name, ())
@@ -139,7 +139,7 @@ def _row(same: tuple[Key, ...]) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or with `--check` say whether it is up to date; returns the exit code."""
+    """Write the page, or with `--check` test whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.docs_configuration", description="Write the list of settings."
     )

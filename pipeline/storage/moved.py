@@ -1,4 +1,4 @@
-"""Whether two values of a setting name the same files, though a project was moved, or is reached by a link."""
+"""The comparison of settings that name files: two values may name the same files after a move, or through a link."""
 
 import os
 from glob import glob
@@ -8,7 +8,7 @@ from pipeline.agent.remote import MCP
 
 
 def names(value: Any) -> Any:
-    """A value without the places of files: of absolute paths the last part is left, with what stands behind a colon."""
+    """Reduce the absolute paths in a value to their last part, with the text after a colon."""
     if isinstance(value, dict):
         return {key: names(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -17,13 +17,13 @@ def names(value: Any) -> Any:
 
 
 def same(old: Any, new: Any, compared: bool) -> bool:
-    """Whether two values differ at most in the places of files.
+    """Return whether two values differ only in the places of files.
 
     Args:
         old: the value that a run began with.
         new: the value now; both name local files by absolute paths.
-        compared: whether the contents of these files are compared by their fingerprints. If not, the files count as
-            moved if nothing is in the old place any more, and a file of the same name is in the new one.
+        compared: whether fingerprints compare the contents of these files. If not, the files count as moved if nothing
+            is in the old place any more, and a file of the same name is in the new one.
     """
     if names(old) != names(new):
         return False
@@ -38,7 +38,7 @@ def _moved(old: str, new: str) -> bool:
 
 
 def _paths(value: Any) -> list[str]:
-    """The absolute paths in a value."""
+    """Return the absolute paths in a value."""
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value, key=str)]
     if isinstance(value, list):
@@ -59,11 +59,11 @@ def _name(word: str) -> str:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """The file, and the name behind it in `file.py:Name`."""
+    """Split `file.py:Name` into file and name."""
     file, colon, name = word.rpartition(":")
     return (file, name) if colon and "/" not in name else (word, "")
 
 
 def _there(path: str) -> bool:
-    """Whether a file or folder exists, or a glob matches one."""
+    """Return whether a file or folder exists, or a glob matches one."""
     return os.path.exists(path) or bool(glob(path))

@@ -1,10 +1,10 @@
-"""Preference learning (DPO, IPO, KTO, ...): the policy against the model that it starts from, on fixed preferences.
+"""Preference learning (DPO, IPO, KTO, ...): the policy against its start model, on fixed preferences.
 
-1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows
-   gives the reference's log-probs, and no second model is ever loaded. They are kept by the row's number, two numbers
-   for a pair, on every rank: rows come in another order, and to other ranks, in each epoch. A frozen copy would give
-   the same numbers for the memory of another model, and for one more pass over it in every epoch.
-2. Both answers of a pair run in one forward pass, behind one copy of their prompt (`models/sharing.py`).
+1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows gives
+   the reference's log-probs, and no second model is ever loaded. Every rank keeps them by the row's number (two numbers
+   for a pair), because rows come in another order, and to other ranks, in each epoch. A frozen copy would give the same
+   numbers, but would need the memory of another model, and one more pass over it in every epoch.
+2. Both answers of a pair run in one forward pass, after one copy of their prompt (`models/sharing.py`).
 3. The loss is a mean over the pairs, for KTO over the answers, of the global batch (`loop.py`).
 """
 
@@ -27,8 +27,8 @@ from pipeline.supervised.loop import Settings, SupervisedLoop
 
 BOTH = (CHOSEN, REJECTED)
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
-"""Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and how many pairs
-(for KTO answers) the rewards have on the right side."""
+"""Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and the number of
+pairs (for KTO answers) whose rewards are on the right side."""
 MEASURED = (
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected"),
@@ -43,7 +43,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     measured = SUMS
     first_pass = True
     scored: tuple[tuple[str, ...], ...] = (BOTH,)
-    """Sides of which the reference's log-probs are needed, by the passes that give them."""
+    """Sides whose log-probs under the reference are needed, by the passes that compute them."""
 
     def __init__(self, settings: Settings[DPOConfig]) -> None:
         self.loss = get_preference_loss(settings.config.loss.type)
@@ -77,17 +77,17 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         row = torch.from_numpy(np.concatenate(numbers)).to(self.device)
         size = int(self._reduce(int(row.max()) + 1 if len(row) else 0, dist.ReduceOp.MAX))
         found = torch.from_numpy(np.concatenate(scores)).to(self.device)
-        # Where the last batch begins the next epoch a row comes twice.
+        # If the last batch begins the next epoch, a row comes twice.
         times = found.new_zeros(size, 1).index_add_(0, row, found.new_ones(len(row), 1))
         sums = found.new_zeros(size, found.shape[1]).index_add_(0, row, found)
         dist.all_reduce(times)
         dist.all_reduce(sums)
-        self.reference = (sums / times).cpu().numpy()  # NaN where a row never came
+        self.reference = (sums / times).cpu().numpy()  # NaN for a row that never came
         if self.val_rows is not None:
             self.val_rows = self._with_reference(self.val_rows, self.score(self.val_rows))
 
     def score(self, table: pa.Table) -> np.ndarray:
-        """Log-probs of the `scored` answers of each row, [R, S] float64, 0 for absent ones; a collective."""
+        """Compute the log-probs of each row's `scored` answers, [R, S] float64, 0 for absent ones; a collective."""
         return np.concatenate([self._score(table, sides) for sides in self.scored], axis=1)
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The update.
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """One optimiser step; `dropped` counts the rows left out so far."""
+        """Take one optimiser step; `dropped` counts the rows left out so far."""
         row = table["row"].to_numpy()
         scores = self.reference[row[row < len(self.reference)]]
         if len(scores) < len(row) or not np.isfinite(scores).all():
@@ -119,19 +119,19 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return metrics | {"dropped": self._dropped}
 
     def validate(self, table: pa.Table) -> dict[str, float]:
-        """The metrics of all ranks' rows."""
+        """Compute the metrics of all ranks' rows."""
         self.prepare(table)
         return super().validate(table)
 
     def prepare(self, table: pa.Table) -> None:
-        """What the loss needs of the whole global batch before its first forward pass; a collective."""
+        """Compute the loss's inputs from the whole global batch before its first forward pass; a collective."""
         return
 
     def count(self, table: pa.Table) -> int:
         return sum(int(np.count_nonzero(np.diff(flat(table, f"{side}_ids")[1]))) for side in self.counted)
 
     counted: tuple[str, ...] = (CHOSEN,)
-    """Sides whose answers the loss is divided by."""
+    """Sides whose answers are counted as the loss's divisor."""
 
     def lengths(self, table: pa.Table) -> list[int]:
         return self._lengths(table, BOTH)
@@ -163,8 +163,8 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return torch.cat([loss[None], counts, torch.stack([value.detach().sum() for value in values])])
 
     def _correct(self, data: PreferenceInput) -> Tensor:
-        """[C] 1 for each pair whose chosen answer has the larger reward, half where both are equal; for single answers
-        [C + R] 1 where the reward is on the right side of the KL, half where it is equal."""
+        """Return [C] 1 for each pair whose chosen answer has the larger reward, half if both are equal. For single
+        answers return [C + R] 1 if the reward is on the right side of the KL, half if it is equal."""
         leads = (
             data.chosen - data.rejected
             if self.loss.paired
@@ -173,7 +173,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return (torch.sign(leads.detach()) + 1) / 2
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """The metrics, without means where there is nothing to take them of."""
+        """Compute the metrics; means over nothing are left out."""
         found = dict(zip(SUMS, sums, strict=True))
         metrics = {"loss": found["loss"] / total} if total else {}
         for side in BOTH:
@@ -198,11 +198,11 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The forward pass.
 
     def _packs(self, answers: Answers, members: list[int]) -> list[list[int]]:
-        """The packs of a row's answers: one, if they share a copy of their prompt."""
+        """Return the packs of a row's answers: one, if they share a copy of their prompt."""
         return share_prefixes(answers.tokens, members, self.config.trainer.max_token_len_per_gpu, self._shared)
 
     def _lengths(self, table: pa.Table, sides: tuple[str, ...]) -> list[int]:
-        """Tokens of each row; padded, in a micro-batch in which it is the longest."""
+        """Count the tokens of each row; if padded, for a micro-batch in which it is the longest row."""
         answers = Answers.of(table, sides)
         lengths = []
         for members in answers.of_row(len(table)):
@@ -211,7 +211,8 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return lengths
 
     def _forward(self, part: pa.Table, sides: tuple[str, ...]) -> tuple[Answers, Tensor, Tensor]:
-        """The answers of a micro-batch, and for each the sum [C] float64 of its log-probs and its learnt tokens [C]."""
+        """Run a micro-batch; returns its answers, and for each the sum of its log-probs [C] float64 and its number of
+        learnt tokens [C]."""
         answers = Answers.of(part, sides)
         packs = [one for members in answers.of_row(len(part)) for one in self._packs(answers, members)]
         inputs = pack(answers.tokens, packs, read=answers.learnt, packed=self.packed).to(self.device)
@@ -246,8 +247,8 @@ class KTOLoop(DPOLoop):
 
 
 def loop_of(loss: str) -> type[DPOLoop]:
-    """The train worker of `loss.type`.
+    """Return the train worker class of `loss.type`.
 
-    Raises ValueError if there is no such loss.
+    Raises ValueError for an unknown loss.
     """
     return DPOLoop if get_preference_loss(loss).paired else KTOLoop

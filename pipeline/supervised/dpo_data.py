@@ -1,11 +1,11 @@
 """Preferences as token rows: one prompt, and the answers to it.
 
-A pair has two answers, `chosen` and `rejected`. A row of a file for KTO has one answer and a label; it stands on the
-side that the label names, and the other one is empty.
+A pair has two answers, `chosen` and `rejected`. A row of a file for KTO has one answer and a label. The answer is on
+the side that the label names, and the other side is empty.
 
-1. A prompt is tokenised as when the policy generates, and each answer of the assistant apart from what stands before it
-   (`sft.py`). So both sides follow the same tokens.
-2. Each row has its number in the files, by which the log-probs of the reference are kept (`dpo.py`).
+1. A prompt is tokenised as when the policy generates. Each answer of the assistant is tokenised separately from the
+   text before it (`sft.py`). So both sides follow the same tokens.
+2. Each row has its number in the files, by which the reference's log-probs are kept (`dpo.py`).
 3. For KTO a row also has the answer of another row, the next one in the file with another prompt: its `partner`. It is
    the same in every epoch and for any number of workers.
 """
@@ -35,26 +35,26 @@ SCHEMA = pa.schema(
         ("margin", pa.float32()),
     ]
 )
-"""An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
+"""An answer's mask is 1 for the assistant's tokens. A row that is left out has no tokens."""
 KTO_SCHEMA = pa.schema([*SCHEMA, (f"{PARTNER}_ids", INTS), (f"{PARTNER}_mask", _MASK)])
 
 ROW, PARTNER_CELL = "row number", "partner's answer"
 """Columns that `whole` adds."""
 
 Segments = list[tuple[str, bool]]
-"""An answer as text, and whether it is learnt."""
+"""Texts of an answer, each with True if it is learnt."""
 
 
 class DPOEncoder(Encoder[DPODataConfig]):
-    """Turns pairs into rows of `SCHEMA`."""
+    """Encoder of pairs as rows of `SCHEMA`."""
 
     schema = SCHEMA
     whole_conversation = "where the column holds the whole conversation, set data.prompt_key=null"
-    """What to do about an answer that begins with another message than the assistant's."""
+    """Remedy for an answer that does not begin with the assistant's message."""
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
-        """As `Encoder.find_row_groups`; also reads all rows, and refuses one without a prompt or an answer."""
+        """Find as `Encoder.find_row_groups` does; also read all rows, and refuse one without a prompt or an answer."""
         groups = super().find_row_groups(paths, key, data)
         encoder = cls(None, data)
         columns = [name for name in encoder.columns() if name]
@@ -103,13 +103,13 @@ class DPOEncoder(Encoder[DPODataConfig]):
         return pa.Table.from_pylist(encoded, schema=self.schema)
 
     def row(self, row: dict[str, Any], place: str) -> tuple[float, Messages, dict[str, Messages]]:
-        """The margin of a row, its prompt, and its answers by side; raises ValueError as `answers`."""
+        """Read the margin of a row, its prompt, and its answers by side; raises ValueError as `answers`."""
         margin = row[self.data.margin_key] if self.data.margin_key else 0.0
         check_margin(margin, f"{place}, column {self.data.margin_key!r}")
         return margin, *self.answers(row, place)
 
     def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
-        """The prompt of a row and its answers by side.
+        """Read the prompt of a row and its answers by side.
 
         Raises:
             ValueError: a side is missing, or both are equal, or they have no prompt.
@@ -129,7 +129,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         same = 0
         while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
             same += 1
-        # The sides part where the assistant begins to answer.
+        # The sides part at the beginning of the assistant's answer.
         while same and not all(_begins_answer(side, same) for side in (chosen, rejected)):
             same -= 1
         if not same:
@@ -153,7 +153,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         return answer
 
     def _segments(self, spellings: Spellings, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
-        """The text of an answer, with stand-ins, behind the `opening`, the rendered prompt."""
+        """Render the text of an answer, with stand-ins, after the `opening`, the rendered prompt."""
         segments: Segments = []
         done = opening
         for number, message in enumerate(answer):
@@ -172,7 +172,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         return segments
 
     def _fitted(self, prompt: list[int], segments: list[tuple[str, bool, list[int]]], place: str) -> dict[str, Any]:
-        """The columns of tokens of one row."""
+        """Return the token columns of one row."""
         ids: dict[str, list[int]] = {side: [] for side in SIDES}
         mask: dict[str, list[int]] = {side: [] for side in SIDES}
         for side, of_assistant, part in segments:
@@ -198,14 +198,14 @@ class DPOEncoder(Encoder[DPODataConfig]):
 
 
 class KTOEncoder(DPOEncoder):
-    """Turns pairs, or single answers with labels, into rows of `KTO_SCHEMA`."""
+    """Encoder of pairs, or of single answers with labels, as rows of `KTO_SCHEMA`."""
 
     schema = KTO_SCHEMA
     whole_conversation = "move the messages before the answer into the column of the prompt"
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
-        """As `Encoder.find_row_groups`; training files must hold good and bad answers."""
+        """Find as `Encoder.find_row_groups` does; training files must hold good and bad answers."""
         groups = super().find_row_groups(paths, key, data)
         labels: set[Any] = set()
         for group in groups:
@@ -275,10 +275,10 @@ class KTOEncoder(DPOEncoder):
 
 
 def answer_messages(value: Any, place: str) -> Messages:
-    """A cell as messages that end with an answer of the assistant.
+    """Read a cell as messages that end with an answer of the assistant.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it does not hold an answer.
     """
     if value is None or value in ("", []):
         raise ValueError(f"{place}: there is no answer; remove the row, or give one.")
@@ -292,16 +292,16 @@ def answer_messages(value: Any, place: str) -> Messages:
 
 
 def _begins_answer(messages: Messages, place: int) -> bool:
-    """Whether an answer begins at a place, behind a message of another role."""
+    """Return whether an answer begins at a place, after a message of another role."""
     roles = [message["role"] for message in messages[place - 1 : place + 1]]
     return len(roles) == 2 and roles[1] == "assistant" != roles[0]
 
 
 def _next_other(prompts: list[Any]) -> list[int | None]:
-    """For each row the next one, after the last row the first, that has another prompt; None where there is none."""
+    """Return for each row the next one with another prompt (the first row follows the last); None without one."""
     count = len(prompts)
     found: list[int | None] = [None] * count
-    # Twice over the rows from behind: the second time around knows what follows the last row.
+    # Twice over the rows, from the end: the second time the rows after the last row are known.
     for place in range(2 * count - 2, -1, -1):
         row, after = place % count, (place + 1) % count
         found[row] = found[after] if prompts[after] == prompts[row] else after
@@ -309,19 +309,19 @@ def _next_other(prompts: list[Any]) -> list[int | None]:
 
 
 class Answers(NamedTuple):
-    """C answers of the rows of a table, as contexts behind their prompts."""
+    """C answers of the rows of a table, as contexts after their prompts."""
 
     tokens: TokenBatch
     learnt: np.ndarray
-    """[N] bool, tokens of the assistant."""
+    """[N] bool, true for tokens of the assistant."""
     row: np.ndarray
     """[C] int64, ascending: number of each answer's row in the table."""
     side: np.ndarray
-    """[C] int64, the index of each answer's side in the sides asked for."""
+    """[C] int64, the index of each answer's side in the requested sides."""
 
     @classmethod
     def of(cls, table: pa.Table, sides: tuple[str, ...]) -> "Answers":
-        """The answers of these sides, row by row; absent ones are left out."""
+        """Collect the answers of these sides, row by row; absent ones are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
         ids, offsets = zip(*(flat(table, f"{side}_ids") for side in sides), strict=True)
         masks = [flat(table, f"{side}_mask")[0] for side in sides]
@@ -341,6 +341,6 @@ class Answers(NamedTuple):
         return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
 
     def of_row(self, rows: int) -> list[list[int]]:
-        """The answers of each of the table's rows."""
+        """Return the answers of each of the table's rows."""
         ends = np.searchsorted(self.row, np.arange(rows + 1))
         return [list(range(ends[row], ends[row + 1])) for row in range(rows)]
