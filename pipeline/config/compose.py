@@ -30,6 +30,7 @@ from yaml import YAMLError
 from pipeline.config import mappings
 from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
+from pipeline.config.renamed import VALUES
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
@@ -301,7 +302,8 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def load_yaml(path: str | Path, schema: type[T]) -> T:
-    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults.
+    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults, and removed values (`VALUES`)
+    the values that took their place.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -313,6 +315,10 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         content = OmegaConf.load(path)
         if not content:
             raise ConfigError(f"{path} is empty")
+        for key, replaced in VALUES.items():
+            old = OmegaConf.select(content, key)
+            if isinstance(old, str) and old in replaced:
+                OmegaConf.update(content, key, replaced[old][0])
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error

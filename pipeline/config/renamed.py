@@ -1,4 +1,4 @@
-"""Keys that were renamed or removed, and the sentence with which a run refuses them."""
+"""Keys and values that were renamed or removed, and the sentence with which a run refuses them."""
 
 RENAMED: dict[str, str] = {
     "rollout.oversample": "oversampling was removed: it trained on short responses first; use algorithm.max_staleness "
@@ -14,3 +14,8 @@ RENAMED: dict[str, str] = {
     "trainer.early": "it is called trainer.stream_gradients, with the same values",
 }
 """Old key to the reason and the key that takes its place."""
+
+VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
+}
+"""Key to its values that were removed, each with the value that takes its place and the reason."""

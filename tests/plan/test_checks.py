@@ -80,7 +80,7 @@ def test_what_fits_passes(overrides):
         ("model.lora.rank=4 model.lora.target_modules=[]", "model.lora.target_modules=[] must be all-linear, a list"),
         ("model.lora.rank=4 model.lora.target_modules='*('", "must be all-linear, a list of names or a regular"),
         ("model.lora.rank=4 model.lora.path=nowhere", "holds no adapter_config.json and no adapter_model.safetensors"),
-        (f"{ALONE} trainer.weight_transport=delta", "model.lora.publish=adapter and trainer.weight_transport=delta"),
+        ("trainer.weight_transport=delta", "must be one of object_store, nixl; delta was removed: it saved bytes and"),
         (f"{ALONE} rollout.engine_kwargs.load_format=dummy", "engine_kwargs.load_format is set by model.lora"),
         (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "whose replicas of the policy read whole weights"),
         ("model.path=./nowhere", "there is no folder"),
@@ -202,6 +202,8 @@ def test_packages_that_are_not_installed(monkeypatch):
     both = refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true")
     assert f"{small} with actor.fsdp.offload=optimizer" in both
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
+    alone = refusal(*ALONE.split(), "trainer.weight_transport=nixl")
+    assert "model.lora.publish=adapter and trainer.weight_transport=nixl" in alone
 
 
 def test_nixl_needs_memory_that_it_can_register(monkeypatch):
