@@ -21,7 +21,6 @@ JOBS = {
     "prepare": "write a data set as parquet files of prompts",
     "tiny": "make a tiny random model with its tokenizer",
     "from_verl": "translate a verl script into a configuration",
-    "cluster": "start and stop a Ray head on this machine",
     "docs_configuration": "write docs/configuration.md",
 }
 """Every job with what it does."""
