@@ -11,6 +11,12 @@ RENAMED: dict[str, str] = {
     "algorithm.on_stale": "no row can be older than algorithm.max_staleness any more; leave this key out",
     "stream.order": "every chunk gives the groups of its own prompts, in their order; leave this key out",
     "stream": "every chunk gives the groups of its own prompts, in their order",
+    "loss.rpo_alpha": "it was removed; write a loss of your own (loss.type=package.module:function)",
+    "loss.desirable_weight": "KTO was removed; leave it out",
+    "loss.undesirable_weight": "KTO was removed; leave it out",
+    "data.completion_key": "KTO was removed; give pairs of a better and a worse answer",
+    "data.label_key": "KTO was removed; give pairs of a better and a worse answer",
+    "data.margin_key": "only jobs.reward_model reads margins; leave it out",
     "trainer.early": "it is called trainer.stream_gradients, with the same values",
 }
 """Old key to the reason and the key that takes its place."""
