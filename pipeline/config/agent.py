@@ -55,10 +55,10 @@ class AgentConfig:
     python: str | None = None
     """Interpreter of environment processes; null takes the run's own."""
 
-    isolation: str = setting("none", choices=("none", "auto", "namespaces"))
-    """`namespaces` (of Linux) or `auto` (the same): environment processes have no network, and see no process and no
-    file of the run but their own code, the interpreter and the system's programs. A run whose isolation does not work
-    here is refused. `none`: they can do what the run can."""
+    isolation: str = setting("none", choices=("none", "namespaces"))
+    """`namespaces` (of Linux): environment processes have no network, and see no process and no file of the run but
+    their own code, the interpreter and the system's programs. A run whose isolation does not work here is refused.
+    `none`: they can do what the run can."""
 
     env_vars: dict[str, str] = field(default_factory=dict)
     """Environment variables of environment processes, beside `PATH`, `HOME`, `LANG` and `TMPDIR`."""

@@ -315,10 +315,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         content = OmegaConf.load(path)
         if not content:
             raise ConfigError(f"{path} is empty")
-        for key, replaced in VALUES.items():
-            old = OmegaConf.select(content, key)
-            if isinstance(old, str) and old in replaced:
-                OmegaConf.update(content, key, replaced[old][0])
+        _replace_removed(content)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
@@ -330,6 +327,19 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
     _restore_tuples(config)
     return typing.cast(T, config)
+
+
+def _replace_removed(content: Any) -> None:
+    """Put current values in place of those of `VALUES`, of named agents, too."""
+    for key, replaced in VALUES.items():
+        *sections, name = key.split(".")
+        place = content
+        for section in sections:
+            place = place.get(section) if isinstance(place, DictConfig) else None
+        named = place.get("named") if isinstance(place, DictConfig) else None
+        for one in (place, *(named.values() if isinstance(named, DictConfig) else ())):
+            if isinstance(one, DictConfig) and one.get(name) in replaced:
+                one[name] = replaced[one[name]][0]
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:

@@ -22,6 +22,7 @@ RENAMED: dict[str, str] = {
 """Old key to the reason and the key that takes its place."""
 
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},
     "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
 }
 """Key to its values that were removed, each with the value that takes its place and the reason."""

@@ -33,7 +33,7 @@ SCORE = "reward.custom_reward_function.path=score.py"
         f"{GAME} agent.named.plain.environment=null {SCORE}",
         f"agent.tools=[mcp:server,'mcp:/a/b','mcp:https://a.b/mcp'] {SCORE}",
         "agent.environment=openenv:wss://a.b:8000/x",
-        f"{GAME} {TOOLS} agent.isolation=auto agent.named.a.program=a:run agent.named.b.command=[a] "
+        f"{GAME} {TOOLS} agent.isolation=namespaces agent.named.a.program=a:run agent.named.b.command=[a] "
         "agent.named.b.isolation=none",
         f"{GAME} agent.hosts=4 agent.min_hosts=2 agent.host_cpus=8 trainer.placement.agent.role=cpu",
         f"agent.hosts=1 agent.named.calc.tools=[my_tools:calc] {SCORE}",
@@ -92,17 +92,23 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (f"{TOOLS} agent.command=[python]", "agent.command=['python'] drives the episodes itself"),
         ("agent.program=a:run agent.command=[python]", "agent.command=['python'] drives the episodes itself"),
         (f"agent.program=a:run {SCORE}", "custom_reward_function.path=score.py does nothing: the environment or the"),
-        (f"{GAME} agent.isolation=bubblewrap", "agent.isolation=bubblewrap must be one of none, auto, namespaces"),
-        ("agent.isolation=auto agent.command=[a]", "agent.isolation=auto leaves environment processes without a netw"),
+        (f"{GAME} agent.isolation=bubblewrap", "agent.isolation=bubblewrap must be one of none, namespaces"),
         (
-            "agent.isolation=auto agent.environment=openenv:ws://a:1/x",
-            "isolation=auto leaves environment processes wi",
+            "agent.isolation=namespaces agent.command=[a]",
+            "agent.isolation=namespaces leaves environment processes without a netw",
+        ),
+        (
+            "agent.isolation=namespaces agent.environment=openenv:ws://a:1/x",
+            "isolation=namespaces leaves environment processes wi",
         ),
         (f"{TOOLS} agent.isolation=namespaces agent.named.a.tools=['mcp:server']", "agent.isolation=namespaces leaves"),
-        (f"{TOOLS} agent.named.a.isolation=auto agent.named.a.tools=['mcp:a']", "agent.named.a.isolation=auto leaves"),
         (
-            "agent.isolation=auto agent.tools=[pipeline.agent.python_tool:python]",
-            "agent.isolation=auto, and the tool pipeline.agent.python_tool isolates each call itself",
+            f"{TOOLS} agent.named.a.isolation=namespaces agent.named.a.tools=['mcp:a']",
+            "agent.named.a.isolation=namespaces leaves",
+        ),
+        (
+            "agent.isolation=namespaces agent.tools=[pipeline.agent.python_tool:python]",
+            "agent.isolation=namespaces, and the tool pipeline.agent.python_tool isolates each call itself",
         ),
         (f"{GAME} agent.env_vars.a-b=1", "'a-b' is not the name of an environment variable"),
         ("agent.kwargs.highest=31", "agent.environment is not set; leave them out"),
