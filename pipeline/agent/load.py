@@ -253,7 +253,10 @@ def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
 
 
 def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
-    return f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error})"
+    return (
+        f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error}); "
+        "the extra agents of slipstream-rl has it"
+    )
 
 
 def _tools(code: Code, key: str, spec: str) -> list[Tool]:
