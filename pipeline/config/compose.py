@@ -30,7 +30,7 @@ from yaml import YAMLError
 from pipeline.config import mappings
 from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
-from pipeline.config.renamed import VALUES
+from pipeline.config.renamed import FORGOTTEN, VALUES
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
@@ -302,8 +302,8 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def load_yaml(path: str | Path, schema: type[T]) -> T:
-    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults, and removed values (`VALUES`)
-    the values that took their place.
+    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults. Removed keys
+    (`FORGOTTEN`) are left out, and removed values (`VALUES`) replaced.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -330,16 +330,20 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
 
 
 def _replace_removed(content: Any) -> None:
-    """Put current values in place of those of `VALUES`, of named agents, too."""
-    for key, replaced in VALUES.items():
+    """Leave out the keys of `FORGOTTEN`, and put current values in place of those of `VALUES`, of named agents, too."""
+    for key in (*FORGOTTEN, *VALUES):
         *sections, name = key.split(".")
         place = content
         for section in sections:
             place = place.get(section) if isinstance(place, DictConfig) else None
         named = place.get("named") if isinstance(place, DictConfig) else None
         for one in (place, *(named.values() if isinstance(named, DictConfig) else ())):
-            if isinstance(one, DictConfig) and one.get(name) in replaced:
-                one[name] = replaced[one[name]][0]
+            if not isinstance(one, DictConfig):
+                continue
+            if key in FORGOTTEN:
+                one.pop(name, None)
+            elif one.get(name) in VALUES[key]:
+                one[name] = VALUES[key][one[name]][0]
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:

@@ -17,9 +17,14 @@ RENAMED: dict[str, str] = {
     "data.completion_key": "KTO was removed; give pairs of a better and a worse answer",
     "data.label_key": "KTO was removed; give pairs of a better and a worse answer",
     "data.margin_key": "only jobs.reward_model reads margins; leave it out",
+    "agent.preload": "write agent.program=FILE.py:run with def run(row), which may use an OpenAI or Anthropic client; "
+    "its file is imported once, and each episode is a fork",
     "trainer.early": "it is called trainer.stream_gradients, with the same values",
 }
 """Old key to the reason and the key that takes its place."""
+
+FORGOTTEN = ("agent.preload",)
+"""Removed keys that folders of runs hold, and that changed no result: they are left out when a folder is read."""
 
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},

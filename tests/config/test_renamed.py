@@ -38,5 +38,7 @@ def test_a_removed_value_is_refused_and_a_run_folder_that_holds_it_is_read(key: 
 
 def test_a_named_agent_of_a_run_folder_is_read_with_current_values(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("agent:\n  named:\n    a.b:\n      isolation: auto\n    plain: {}\n")
+    file.write_text(
+        "agent:\n  preload: [openai]\n  named:\n    a.b:\n      isolation: auto\n      preload: [a]\n    plain: {}\n"
+    )
     assert load_yaml(file, Config).agent.named == {"a.b": {"isolation": "namespaces"}, "plain": {}}
