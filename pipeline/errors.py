@@ -16,11 +16,11 @@ class PeerDied(ConnectionError):
 
 
 class NotStarted(RuntimeError):
-    """Ray did not start or could not be joined; the message says why and what to do. Nothing has been changed."""
+    """Ray did not start or could not be joined; the message has the reason and a remedy. Nothing has been changed."""
 
 
 def short_reason(error: BaseException) -> str:
-    """What an exception of another library says, on one line and without its endless tail."""
+    """Return the message of another library's exception on one line, without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
 
 
@@ -33,7 +33,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def not_importable(path: str) -> str:
-    """Why `path` names no Python code that can be imported, behind "is PATH, which"."""
+    """Return the reason why `path` cannot be imported as Python code, to follow "is PATH, which"."""
     file = Path(path).expanduser()
     if not file.exists() and (file.suffix == ".py" or "/" in path):
         return f"does not exist (no {file.absolute()}); check the path"

@@ -34,7 +34,7 @@ def look_up(
     unregistered: Callable[[str, Callable[..., Any]], T],
     arguments: Sequence[str] = ("data", "config"),
 ) -> T:
-    """The entry that the setting `key` names.
+    """Return the entry that the setting `key` names.
 
     Args:
         key: dotted name of the setting, for errors.

@@ -45,7 +45,7 @@ _LOSSES: dict[str, PreferenceLoss] = {}
 
 
 def register_preference_loss(name: str) -> Callable[[PreferenceFunction], PreferenceFunction]:
-    """Decorator that makes a loss known as `loss.type=name`.
+    """Return a decorator that makes a loss known as `loss.type=name`.
 
     Raises ValueError if the name belongs to another function.
     """
@@ -58,7 +58,7 @@ def register_preference_loss(name: str) -> Callable[[PreferenceFunction], Prefer
 
 
 def get_preference_loss(name: str) -> PreferenceLoss:
-    """The loss of `loss.type`: a registered name or an import path `package.module:function`.
+    """Return the loss of `loss.type`: a registered name or an import path `package.module:function`.
 
     Raises ValueError as `look_up` does.
     """
@@ -89,9 +89,9 @@ def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 
 def checked(loss: PreferenceLoss, data: PreferenceInput, losses: object) -> Tensor:
-    """What a loss returned, if it has the right form.
+    """Return `losses`, the return value of a loss, after a check of its form.
 
-    Raises ValueError otherwise.
+    Raises ValueError if the form is wrong.
     """
     wanted = len(data.chosen)
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

@@ -45,7 +45,7 @@ class LossInput:
     advantages: Tensor
     """[N]."""
     mask: Tensor
-    """[N] 1 where the token trains, else 0 (any dtype)."""
+    """[N] 1 if the token trains, else 0 (any dtype)."""
     row_index: Tensor
     """[N] int64, sequence number of each token, from 0."""
     sequences: int
@@ -54,7 +54,7 @@ class LossInput:
     """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
     pair_margin: Tensor | None = None
     """[N] for losses that are `of_pairs`: the log ratio of policy and reference of the better response of the token's
-    pair, less that of the worse one, in nats, under the policy before the step; None for others."""
+    pair, less the log ratio of the worse one, in nats, under the policy before the step; None for others."""
 
     @property
     def keep(self) -> Tensor:
@@ -62,12 +62,12 @@ class LossInput:
         return self.mask > 0
 
     def masked(self, values: Tensor) -> Tensor:
-        """[N] `values` with zeros where masked."""
+        """[N] `values`, with zeros for masked tokens."""
         return torch.where(self.keep, values, values.new_zeros(()))
 
     @property
     def log_ratio(self) -> Tensor:
-        """[N] log_probs - old_log_probs, clamped to plus or minus `MAX_LOG_RATIO`; 0 where masked."""
+        """[N] log_probs - old_log_probs, clamped to plus or minus `MAX_LOG_RATIO`; 0 for masked tokens."""
         return self.masked(self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class LossInput:
 
 
 LossFunction = Callable[[LossInput, ActorConfig], tuple[Tensor, Sums]]
-"""Returns per-token losses [N], 0 where masked, and `{"pg_clipfrac": (sum, count), ...}`."""
+"""Returns per-token losses [N], 0 for masked tokens, and `{"pg_clipfrac": (sum, count), ...}`."""
 
 
 def token_sums(data: LossInput, **events: Tensor) -> Sums:
@@ -103,7 +103,7 @@ class Candidates:
     advantages: np.ndarray
     """[M] float64."""
     keys: np.ndarray
-    """[M] float64, uniform random numbers in [0, 1). They depend on the run's seed, the step and the token alone, so a
+    """[M] float64, uniform random numbers in [0, 1). They depend only on the run's seed, the step and the token, so a
     choice by them is the same for any number of ranks."""
 
 
@@ -123,8 +123,8 @@ class PolicyLoss:
     per_token: bool = False
     """A token's loss depends on no other token, so the contexts of a row may pass through the model apart."""
     of_pairs: bool = False
-    """It compares the response of advantage above 0 with that below 0 of each group. Other rows do not train; it reads
-    `pair_margin`, and so the reference."""
+    """The loss compares two responses of each group, one with advantage above 0 and one below. Other rows do not train.
+    It reads `pair_margin`, and so the reference."""
 
 
 _POLICY_LOSSES: dict[str, PolicyLoss] = {}
@@ -137,7 +137,7 @@ def register_policy_loss(
     per_token: bool = False,
     of_pairs: bool = False,
 ) -> Callable[[LossFunction], LossFunction]:
-    """Decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
+    """Return a decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
 
     Raises ValueError if the name belongs to another function.
     """
@@ -151,7 +151,7 @@ def register_policy_loss(
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss of `actor.policy_loss.loss_mode`: a registered name or an import path `package.module:function`.
+    """Return the loss of `actor.policy_loss.loss_mode`: a registered name or a path `package.module:function`.
 
     Raises ValueError as `look_up` does.
     """
@@ -159,7 +159,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:
-    """The return value of a loss, checked for its form: losses [N] and sums.
+    """Check the return value of a loss for its form, losses [N] and sums, and return it.
 
     Raises ValueError if it has another form.
     """
