@@ -1,4 +1,4 @@
-"""Commands that drive episodes, on the run's side: each asks at a path of the endpoint."""
+"""Commands, and programs with a client, that drive episodes on the run's side: each asks at a path of the endpoint."""
 
 import asyncio
 from typing import Any

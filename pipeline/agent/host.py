@@ -29,8 +29,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load, preload
-from pipeline.agent.replies import LATE, Replies, children
+from pipeline.agent import frames, load
+from pipeline.agent.replies import LATE, THREAD_S, Replies, children
 
 MEMORY = 4 << 30
 """Bytes that the process of an episode may take beyond what the user's files took as they were imported."""
@@ -46,7 +46,6 @@ if sys.version_info < (3, 9):
 import importlib.util, json, os, types
 descriptor = int(sys.argv[2])
 settings = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode())
-settings["code"]["path"] = [entry for entry in sys.path if entry]
 if settings["path"]:
     sys.path[:] = settings["path"]
 else:
@@ -155,7 +154,7 @@ class Zygote:
         if refused:
             self._send({"refused": refused})
             os._exit(0)
-        self._alone = preload.is_alone()
+        self._alone = _is_alone()
         self._own = set(children())  # what the user's files started as they were imported
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
@@ -175,6 +174,7 @@ class Zygote:
                 "tools": [tool.schema for tool in tools],
                 "timeouts": {tool.name: tool.timeout_s for tool in tools},
                 "forks": self._alone,
+                "client": self._code.client,
             }
         )
 
@@ -313,6 +313,16 @@ def first_to_go() -> None:
         place = os.open(name, os.O_WRONLY)
         os.write(place, b"1000")
         os.close(place)
+
+
+def _is_alone() -> bool:
+    """Whether this process has one thread."""
+    deadline = time.monotonic() + THREAD_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _memory_limit() -> int:

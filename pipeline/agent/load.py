@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Environment, verl
 from pipeline.agent.frames import cut, text_of
-from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import mark_of, schema_of
 
@@ -65,11 +64,11 @@ class Code:
     servers: list[Server] = field(default_factory=list)
     """MCP servers, which are connected for an episode."""
     program: Callable[..., Any] | None = None
-    """Drives an episode: `async def run(row, chat)`."""
+    """Drives an episode: `async def run(row, chat)`, or `def run(row)`."""
+    client: bool = False
+    """Whether the program is `def run(row)`: it asks by a client that reads OPENAI_BASE_URL and its kin."""
     command: list[str] = field(default_factory=list)
     """Drives an episode: program and arguments."""
-    preloaded: bool = False
-    """Whether the command runs as a fork (`preload.py`)."""
     folders: list[str] = field(default_factory=list)
     """Of the user's files; an error names the deepest line in them."""
 
@@ -107,15 +106,12 @@ def load(
     tools: list[str],
     program: str | None = None,
     command: Sequence[str] = (),
-    preload: Sequence[str] = (),
     within_s: float = 60.0,
-    path: Sequence[str] = (),
 ) -> Code:
     """Import what the settings of the same names in the section `agent` name, and ask the servers among them.
 
     Args:
         within_s: seconds in which each server must answer.
-        path: `sys.path` of an interpreter that has no script.
 
     Raises:
         ValueError: it does not load or answer, or is no environment or tool; the sentence names the key.
@@ -139,8 +135,6 @@ def load(
         code.program = _program(code, program)
     if command:
         code.command = _command(command)
-    if preload:
-        _preload(code, preload, path)
     return code
 
 
@@ -153,31 +147,28 @@ def _command(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
-def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
-    """Import what the script of the command will import."""
-    script = code.command[1]
-    if not os.path.isfile(script):
-        what = "is not a file" if os.path.exists(script) else "does not exist"
-        raise ValueError(f"agent.command names the script {script}, which {what}; name one that exists")
-    prepare(script, path)
-    code.folders.append(sys.path[0])
-    for name in modules:
-        _imported(code, "agent.preload", name, name, None)
-        if not is_alone():
-            raise ValueError(f"agent.preload: importing {name} starts threads, which a fork would lose; leave it out")
-    write_out()
-    code.preloaded = True
-
-
 def _program(code: Code, spec: str) -> Callable[..., Any]:
     made = _named(code, "agent.program", spec)
-    if not inspect.iscoroutinefunction(made):
-        raise ValueError(f"agent.program is {spec}, which is no coroutine function; write async def run(row, chat)")
-    try:
-        inspect.signature(made).bind("row", "chat")
-    except TypeError as error:
-        raise ValueError(f"agent.program is {spec}, which cannot be called with (row, chat): {error}") from None
+    if not callable(made):
+        raise ValueError(f"agent.program is {spec}, which is no function; write async def run(row, chat)")
+    if not _takes(made, "row", "chat"):
+        code.client = _takes(made, "row")
+        if not code.client:
+            raise ValueError(f"agent.program is {spec}, which can be called neither with (row, chat) nor with (row)")
+    elif not inspect.iscoroutinefunction(made):
+        raise ValueError(
+            f"agent.program is {spec}, which is no coroutine function; write async def run(row, chat), or def run(row) "
+            "with a client of its own"
+        )
     return made
+
+
+def _takes(function: Callable[..., Any], *arguments: str) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
@@ -253,7 +244,10 @@ def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
 
 
 def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
-    return f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error})"
+    return (
+        f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error}); "
+        "the extra agents of slipstream-rl has it"
+    )
 
 
 def _tools(code: Code, key: str, spec: str) -> list[Tool]:

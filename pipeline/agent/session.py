@@ -154,17 +154,17 @@ class Session:
         return self._checked(lambda: checked_result(Returned(**reply), "the program"))
 
     async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Returned:
-        """What the command of the episode printed at its end.
+        """What the command of the episode printed at its end, or a program with a client returned.
 
         Args:
             row: as in `Processes.open`.
             variables: further environment variables of the command.
 
         Raises:
-            CommandFailed: it ended with an exit code other than 0.
+            CommandFailed: it ended with an exit code other than 0, or raised.
             EpisodeFailed: it printed what is no reward.
         """
-        reply = await self._ask("command", "agent.command", None, row=row, variables=variables)
+        reply = await self._ask("command", "the program", None, row=row, variables=variables)
         if "failed" in reply:
             raise CommandFailed(str(reply["failed"]))
         return self._returned(reply)

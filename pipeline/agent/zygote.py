@@ -42,6 +42,8 @@ class Loaded:
     """Whether there is something to do when an episode ends."""
     forks: bool
     """Whether processes are forked; otherwise each episode starts a fresh interpreter."""
+    client: bool = False
+    """Whether the program asks by a client of its own (`Code.client`)."""
 
 
 class End(NamedTuple):
@@ -276,7 +278,6 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
-            "preload": config.preload,
             "within_s": config.open_timeout_s,
         },
     }

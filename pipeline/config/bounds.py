@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config.renamed import VALUES
 from pipeline.config.schema import value_of
 
 _KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
@@ -103,7 +104,9 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{key}={as_argument(value)} must be {len(item.default)} numbers"
         elif not bounds.allow(value):
             null = ", or null" if item.default is None and not bounds.choices else ""
-            yield f"{key}={as_argument(value)} must be {bounds.words()}{null}"
+            _, removed = VALUES.get(key, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
+            why = f"; {value} was removed: {removed}" if removed else ""
+            yield f"{key}={as_argument(value)} must be {bounds.words()}{null}{why}"
 
 
 def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:

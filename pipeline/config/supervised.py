@@ -142,8 +142,8 @@ class SFTConfig(SupervisedConfig):
 
 
 @dataclass
-class PreferenceDataConfig(SupervisedDataConfig):
-    """The preference pairs to learn from."""
+class PairDataConfig(SupervisedDataConfig):
+    """Columns of pairs, of which one side is preferred."""
 
     prompt_key: str | None = "prompt"
     """Column that holds the prompt, as chat messages or as the user's text. Without such a column, or with null, the
@@ -154,6 +154,11 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
     rejected_key: str = "rejected"
     """Column that holds the other side, like `chosen_key`."""
+
+
+@dataclass
+class PreferenceDataConfig(PairDataConfig):
+    """The preference pairs to learn from."""
 
     margin_key: str | None = None
     """Column of numbers: by how much the reward of the preferred side should exceed the other's. Null: 0."""

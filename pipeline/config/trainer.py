@@ -162,10 +162,9 @@ class TrainerConfig:
     weight_bucket_mb: int = setting(64, at_least=1)
     """MiB of weights that travel as one buffer; the next one is stored or fetched while one is filled or loaded."""
 
-    weight_transport: str = setting("object_store", choices=("object_store", "delta", "nixl"))
-    """How weights reach an engine. `object_store`: all weights. `delta`: changed numbers, without loss; workers and
-    engines keep a copy in host memory. `nixl` (`pip install nixl`): read from the train workers' memory, which keeps
-    `algorithm.max_staleness + 2` copies; no GPU has run it yet."""
+    weight_transport: str = setting("object_store", choices=("object_store", "nixl"))
+    """How weights reach an engine: through Ray's `object_store`, or with `nixl` (`pip install nixl`) out of the train
+    workers' memory, which keeps `algorithm.max_staleness + 2` copies; no GPU has run it yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 

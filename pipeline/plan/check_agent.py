@@ -79,10 +79,9 @@ def _names(agent: AgentConfig) -> Iterator[str]:
             yield f"agent.env_vars: {variable!r} is not the name of an environment variable"
         if not _is_word(value):
             yield f"agent.env_vars.{variable}={value!r} is no text that an environment variable can hold"
-    for key, words in (("command", agent.command), ("preload", agent.preload)):
-        for number, word in enumerate(words):
-            if not _is_word(word):
-                yield f"agent.{key}[{number}]={word!r} is no text that a command can hold; write it in quotes"
+    for number, word in enumerate(agent.command):
+        if not _is_word(word):
+            yield f"agent.command[{number}]={word!r} is no text that a command can hold; write it in quotes"
 
 
 def _is_word(value: object) -> bool:

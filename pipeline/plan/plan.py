@@ -23,7 +23,6 @@ from pipeline.plan.fit import too_large
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, estimate, read_models
 from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
-from pipeline.plan.time import Times, times
 from pipeline.plan.warnings import notes
 
 FILTER_CPUS = 0.1
@@ -55,9 +54,7 @@ class Plan:
     """None where the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     gpu: Gpu | None = None
-    """The kind of GPU that memory and times are estimated for."""
-    times: Times | None = None
-    """None without a kind of GPU, or where train workers or engines use CPUs."""
+    """The kind of GPU whose memory is compared."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
     """Sentences on parts of the run that do not fit the GPUs."""
 
@@ -87,7 +84,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     Args:
         config: Settings of the run.
         train_rows: Number of rows of the training files, when known.
-        gpu: Kind of GPU for which memory is compared and times are estimated.
+        gpu: Kind of GPU whose memory is compared.
 
     Raises:
         ConfigError: the config cannot be run, or the rows do not fill one iteration.
@@ -121,7 +118,6 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
         memory=memory,
         notes=tuple(notes(config, chunks, memory, episodes_at_once(config), iterations)),
         gpu=gpu,
-        times=times(config, models, memory, gpu) if models and memory and gpu else None,
         too_large=tuple(too_large(config, memory, gpu)) if memory and gpu else (),
     )
 

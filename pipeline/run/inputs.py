@@ -126,7 +126,6 @@ def _of_agent(agent: AgentConfig) -> dict[str, list[str]]:
         "program": _of_spec(agent.program),
         "tools": tools,
         "command": [word for word in words if os.path.isfile(word)],
-        "preload": list(agent.preload),
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pipeline.cells import from_json, values
-from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.config.supervised import PairDataConfig, PreferenceConfig, PreferenceDataConfig
 from pipeline.conversations import Messages, begun_answer, may_be_messages, read_messages
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
@@ -34,21 +34,11 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: PreferenceDataConfig) -> None:
-        names = ", ".join(schema.names)
-        for setting in ("chosen_key", "rejected_key", "prompt_key", "margin_key"):
-            key = getattr(data, setting)
-            optional = setting in ("prompt_key", "margin_key")
-            if (optional and not key) or (setting == "prompt_key" and key not in schema.names):
-                continue
-            if key not in schema.names:
-                raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
-            kind = schema.field(key).type
-            if setting == "margin_key":
-                needed = None if pa.types.is_integer(kind) or pa.types.is_floating(kind) else "numbers are"
-            else:
-                needed = None if may_be_messages(kind) else "a list of {role, content} or text is"
-            if needed:
-                raise ValueError(f"{where} has a column {key!r} of type {kind} where {needed} needed.")
+        check_sides(schema, where, data)
+        if key := data.margin_key:
+            kind = _column(schema, where, key, "margin_key")
+            if not pa.types.is_integer(kind) and not pa.types.is_floating(kind):
+                raise ValueError(f"{where} has a column {key!r} of type {kind} where numbers are needed.")
 
     def columns(self) -> list[str | None]:
         return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
@@ -108,6 +98,27 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                     "set data.truncation=left or data.truncation=drop."
                 )
         return [ids[-limit:] for ids in tokens] if self.data.truncation == "left" else tokens
+
+
+def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
+    """Raise ValueError if a file has no columns of pairs, or these hold no messages; `where` names the file."""
+    for setting in ("chosen_key", "rejected_key", "prompt_key"):
+        key = getattr(data, setting)
+        if setting == "prompt_key" and key not in schema.names:
+            continue
+        kind = _column(schema, where, key, setting)
+        if not may_be_messages(kind):
+            raise ValueError(
+                f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+            )
+
+
+def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataType:
+    """The type of a column."""
+    if key not in schema.names:
+        names = ", ".join(schema.names)
+        raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
+    return schema.field(key).type
 
 
 def check_margin(margin: float | None, place: str) -> None:

@@ -156,7 +156,7 @@ def test_a_program_that_hangs_tells_where(name: str) -> None:
     ("spec", "words"),
     [
         ("plain", "which is no coroutine function; write async def run(row, chat)"),
-        ("no_chat", "which cannot be called with (row, chat)"),
+        ("no_row", "which can be called neither with (row, chat) nor with (row)"),
         ("gone", "has no gone"),
     ],
 )

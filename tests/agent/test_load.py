@@ -17,7 +17,7 @@ from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, WORLDS, run
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pipeline" / "agent"
-PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "preload", "replies", "host", "verl")
+PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "replies", "host", "verl")
 PORTABLE += ("remote", "isolation", "../reward/sandbox/inside/limits", "../reward/sandbox/inside/namespaces")
 WITH_PACKAGES = ("mcp_client", "openenv")  # imported where the settings name a server
 

@@ -80,7 +80,7 @@ def test_what_fits_passes(overrides):
         ("model.lora.rank=4 model.lora.target_modules=[]", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.target_modules='*('", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.path=nowhere", "model.lora.path"),
-        (f"{ALONE} trainer.weight_transport=delta", "model.lora.publish trainer.weight_transport"),
+        ("trainer.weight_transport=delta", "trainer.weight_transport delta object_store"),
         (f"{ALONE} rollout.engine_kwargs.load_format=dummy", "rollout.engine_kwargs.load_format"),
         (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "model.lora.publish algorithm.adv_estimator"),
         ("model.path=./nowhere", "model.path"),
@@ -217,6 +217,7 @@ def test_packages_that_are_not_installed(monkeypatch, named):
         refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true"), f"{small} actor.fsdp.offload=optimizer"
     )
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
+    named(refusal(*ALONE.split(), "trainer.weight_transport=nixl"), "model.lora.publish trainer.weight_transport")
 
 
 def test_nixl_needs_memory_that_it_can_register(monkeypatch, named):
