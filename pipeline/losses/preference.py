@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from pipeline.config.preference import PreferenceLossConfig
-from pipeline.registry import look_up, register
+from pipeline.registry import Entry, look_up, register
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ PreferenceFunction = Callable[[PreferenceInput, PreferenceLossConfig], Tensor]
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
+class PreferenceLoss(Entry):
     """A registered loss."""
 
-    name: str
-    function: PreferenceFunction
     paired: bool = True
     """Whether it compares the two sides of a pair; else it reads single answers, and `kl`."""
 
@@ -59,7 +57,7 @@ def register_preference_loss(name: str, paired: bool = True) -> Callable[[Prefer
     """
 
     def decorate(function: PreferenceFunction) -> PreferenceFunction:
-        register("preference loss", _LOSSES, name, PreferenceLoss(name, function, paired))
+        register("preference loss", _LOSSES, PreferenceLoss(name, function, paired))
         return function
 
     return decorate

@@ -60,7 +60,7 @@ ALONE = (
             "actor.use_kl_loss=true model.lora.rank=4 scoring.reference.dtype=bfloat16",
             f"{UNREAD}scoring.reference.dtype=bfloat16",
         ),
-        ("actor.policy_loss.loss_mode=gspo", "its paper has 3e-4 and 4e-4"),
+        ("actor.policy_loss.loss_mode=gspo", "GSPO's paper has 3e-4 and 4e-4"),
         ("actor.policy_loss.loss_mode=dppo_tv", "actor.clip_ratio_c=3 truncates the weights"),
         ("actor.use_kl_loss=true rollout.num_gpus=1", "the reference replicas on 1 CPUs each"),
         (
