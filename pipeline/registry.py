@@ -1,11 +1,12 @@
 """Functions and classes that a setting chooses: built-in ones by name, a user's own by import path."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
+
+from pipeline import imports
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
     """The function that a built-in import path stands for; a function as it is."""
     if not isinstance(source, str):
         return source
-    module, _, name = source.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    code, name = imports.split(source)
+    function: Callable[..., Any] = getattr(imports.load(code), name)
     return function
 
 
@@ -106,9 +107,11 @@ def _imported(
     for entry in known.values():
         if entry.source == path:
             return entry
-    module_name, _, attribute = path.partition(":")
+    module_name, attribute = imports.split(path)
     try:
-        module = importlib.import_module(module_name)
+        module = imports.load(module_name)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} {path!r}: {module_name!r} {error}") from error
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{key} {path!r}: module {module_name!r} cannot be imported ({error}); it must be on the Python path of "
@@ -117,7 +120,7 @@ def _imported(
     except Exception as error:  # a user's module may raise anything
         raise ValueError(f"{key} {path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     registered = known.get(attribute)
-    if registered is not None and registered.path.partition(":")[0] == module_name:
+    if registered is not None and imports.split(registered.path)[0] == module.__name__:
         return registered
     function = getattr(module, attribute, None)
     if function is None or not callable(function):

@@ -52,13 +52,13 @@ if settings["path"]:
 else:
     sys.modules["pipeline"] = package = types.ModuleType("pipeline")
     package.__path__ = []
-    for name in ("pipeline.agent", "pipeline.reward.sandbox.inside"):
+    for name in ("pipeline.imports", "pipeline.agent", "pipeline.reward.sandbox.inside"):
         folder = settings["package"] + name[len("pipeline"):].replace(".", "/")
         spec = importlib.util.spec_from_file_location(
             name, folder + "/__init__.py", submodule_search_locations=[folder])
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    package.agent = sys.modules["pipeline.agent"]
+    package.agent, package.imports = sys.modules["pipeline.agent"], sys.modules["pipeline.imports"]
 from pipeline.agent import host
 getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """

@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.config.agent import AgentConfig
 from pipeline.config.paths import without_scheme
 from pipeline.config.schema import value_of
+from pipeline.imports import is_file, split
 
 SERVERS = ("mcp:", "openenv:")
 """What `agent.tools` and `agent.environment` begin with if they name a server."""
@@ -65,7 +66,7 @@ def _resumed(value: str) -> str:
 
 def _script(value: str | None) -> str | None:
     """A Python file; the name of a module stays, also if a folder here has it."""
-    return file(without_scheme(value)) if value and value.endswith(".py") else value
+    return file(without_scheme(value)) if value and is_file(value) else value
 
 
 def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -115,10 +116,9 @@ def _member(name: str) -> str:
         except ValueError:
             return name
         return name if (named := _words(words)) == words else f"{scheme}: {shlex.join(named)}"
-    path, colon, member = name.rpartition(":")
-    if not path.endswith(".py"):
-        path, colon, member = name, "", ""
-    return f"{file(without_scheme(path))}{colon}{member}" if path.endswith((".py", ".yaml", ".yml")) else name
+    path, member = split(name)
+    own = f":{member}" if member else ""
+    return f"{file(without_scheme(path))}{own}" if is_file(path) or path.endswith((".yaml", ".yml")) else name
 
 
 def _words(words: list[str]) -> list[str]:
