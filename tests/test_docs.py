@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message
+from pipeline.agent.errors import PolicyMistake
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import PolicyMistake
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig

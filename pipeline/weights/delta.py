@@ -17,12 +17,9 @@ Numbers are compared bit by bit, so that NaN equals NaN and -0 differs from 0.
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from pipeline.weights.load import Shard, Step
 
 INDICES, MASK, WHOLE = range(3)
 HEAD = struct.Struct("<BQ")
@@ -111,16 +108,16 @@ class BucketCache:
     def __init__(self) -> None:
         self.version = -1
         self._buckets: dict[tuple[int, int], np.ndarray] = {}
-        self._chain: list[list[Step]] | None = None
+        self._chain: list[list[Any]] | None = None
 
-    def begin(self, shards: Sequence["Shard"]) -> None:
+    def begin(self, shards: Sequence[Any]) -> None:
         """Prepare for `take` of every bucket of this version in turn."""
         self._chain = self._steps(shards)
         if self._chain is None:
             self._buckets.clear()
         self.version = -1
 
-    def take(self, shards: Sequence["Shard"], number: int, fetch: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    def take(self, shards: Sequence[Any], number: int, fetch: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Bucket `number` of each shard, whole; valid until the next version begins.
 
         Raises:
@@ -137,11 +134,11 @@ class BucketCache:
                 apply(change, self._buckets[shard.rank, number], shard.spans(number))
         return [self._buckets[shard.rank, number] for shard in shards]
 
-    def done(self, shards: Sequence["Shard"]) -> None:
+    def done(self, shards: Sequence[Any]) -> None:
         """All buckets are verified."""
         self.version = shards[0].version
 
-    def _steps(self, shards: Sequence["Shard"]) -> "list[list[Step]] | None":
+    def _steps(self, shards: Sequence[Any]) -> list[list[Any]] | None:
         """The steps from the version that is held to that of the shards, by version and rank; None if some lack."""
         version = shards[0].version
         if not 0 <= self.version <= version or any((shard.rank, 0) not in self._buckets for shard in shards):

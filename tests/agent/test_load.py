@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.load import load
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, WORLDS, run
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pipeline" / "agent"
 PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "preload", "replies", "host", "verl")
 PORTABLE += (
+    "own_process",
     "remote",
     "isolation",
     "../reward/sandbox/inside/limits",

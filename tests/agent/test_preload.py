@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.processes import Processes
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, wait_until_gone
 from tests.agent.test_load import refusal
