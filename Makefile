@@ -90,10 +90,11 @@ test-all: $(STAMP) ## all tests
 test-fast: $(STAMP) ## unit tests: no Ray, no engine
 	@$(RUN) -m pytest -m unit
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, mypy, and turns of phrase that may not become more
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy pipeline jobs benchmarks
+	@$(RUN) -m tests.words
 
 format: $(STAMP) ## let ruff format and fix the code
 	@$(RUN) -m ruff check --fix .

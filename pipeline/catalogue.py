@@ -150,8 +150,9 @@ ESTIMATORS = _by_name(
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES`, or an import path
-    `package.module:function`. A function without the decorator states no facts.
+    """Return the loss of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES` or an import path.
+
+    A function without the decorator states no facts.
 
     Raises ValueError as `look_up` does.
     """
@@ -159,7 +160,8 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 def get_adv_estimator(name: str) -> Estimator:
-    """The estimator of `algorithm.adv_estimator`: a name of `ESTIMATORS`, or an import path `package.module:function`.
+    """Return the estimator of `algorithm.adv_estimator`: a name of `ESTIMATORS` or an import path.
+
     A function without the decorator has scope `group` and needs nothing.
 
     Raises ValueError as `look_up` does.

@@ -4,7 +4,7 @@
    depth: Arrow cannot tell them from nulls that were written. The fields of a column that is itself a struct, such as
    `extra_info`, stay with None, since functions of users index them.
 2. A map is a dict. Its nulls were written, and stay.
-3. A cell of the type `arrow.json`, alone or within others, is the value that its text stands for. Its nulls, its whole
+3. A cell of the type `arrow.json`, single or within others, is the value of its JSON text. Its nulls, its whole
    numbers and the order of its keys stay.
 4. Text is text. `parsed` reads the cells of columns that must hold a list or an object.
 """
@@ -22,7 +22,7 @@ Read = Callable[[Any], Any]
 
 
 def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows, each with all of its columns.
+    """Yield the rows, each with all of its columns.
 
     Args:
         rows: from a file.
@@ -65,7 +65,7 @@ def _column(kind: pa.DataType) -> Read:
 
 
 def reader(kind: pa.DataType) -> Read:
-    """Turns what Arrow gives for a cell of this type into its value."""
+    """Return a function that turns Arrow's cell of this type into its value."""
     if isinstance(kind, pa.JsonType):
         return from_json
     if isinstance(kind, pa.DictionaryType | pa.RunEndEncodedType):
@@ -81,31 +81,31 @@ def reader(kind: pa.DataType) -> Read:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether cells of a type are lists."""
+    """Return whether cells of a type are lists."""
     lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
     return isinstance(kind, lists)
 
 
 def is_text(kind: pa.DataType | None) -> bool:
-    """Whether cells of a type are text."""
+    """Return whether cells of a type are text."""
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def may_be_object(kind: pa.DataType | None) -> bool:
-    """Whether cells of a type may hold any object: JSON, text that is JSON, or a map."""
+    """Return whether cells of a type may hold any object: JSON, text that is JSON, or a map."""
     return is_text(kind) or isinstance(kind, pa.JsonType | pa.MapType)
 
 
 def from_json(text: str | None) -> Any:
-    """The value that a text stands for; None for None. Raises ValueError if it is not JSON."""
+    """Return the value of a JSON text; None for None. Raises ValueError if it is not JSON."""
     if text is None:
         return None
     try:
         value = json.loads(text)
         if "\\u" in text:
-            # Half of a pair can be written, and is no text.
+            # Half of a surrogate pair can be written in JSON, and is not text.
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ def from_json(text: str | None) -> Any:
 
 
 def parsed(value: Any, place: str) -> Any:
-    """The list or object in a cell that must hold one; text stands for what it is as JSON, blank text for None.
+    """Return the list or object in a cell that must hold one; text is read as JSON, and blank text is None.
 
     Raises:
         ValueError: it is a text that is neither; the sentence begins with `place`.
@@ -132,7 +132,7 @@ def parsed(value: Any, place: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` with lists instead of the arrays of NumPy, which pandas makes, and instead of tuples, at any depth."""
+    """Return `value` with lists instead of NumPy's arrays, which pandas makes, and instead of tuples, at any depth."""
     if isinstance(value, dict):
         return {name: plain(field) for name, field in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -141,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the fields of its objects that are None, at any depth."""
+    """Return `value` without the fields of its objects that are None, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

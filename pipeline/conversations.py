@@ -1,8 +1,8 @@
-"""Conversations as chat templates take them, from rows, programs and generators.
+"""Conversations in the form of chat templates, from rows, programs and generators.
 
 1. Contents are texts. Arguments of calls are objects, and calls have OpenAI's form.
 2. Templates test whether a field is there, so a message and a call have no field that is None. Nulls within arguments
-   and schemas stay; those that Arrow adds are gone before (`cells.py`).
+   and schemas stay; the nulls that Arrow adds are gone before (`cells.py`).
 """
 
 import json
@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 
 def may_be_messages(kind: pa.DataType) -> bool:
-    """Whether cells of a type may hold a conversation."""
+    """Return whether cells of a type may hold a conversation."""
     if not is_list(kind):
         return is_text(kind) or isinstance(kind, pa.JsonType)
     message = kind.value_type
@@ -31,7 +31,7 @@ def may_be_messages(kind: pa.DataType) -> bool:
 
 
 def read_messages(value: Any, place: str) -> Messages:
-    """A cell, or what a program gives, as messages.
+    """Read a cell, or a program's value, as messages.
 
     Args:
         value: a list of messages, or its JSON.
@@ -61,7 +61,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str) -> str:
-    """A content as text: a text, None, or parts that are texts. Raises ValueError if it is something else."""
+    """Read a content as text: a text, None, or parts that are texts. Raises ValueError if it is something else."""
     if content is None or isinstance(content, str):
         return content or ""
     wanted = f"{place}: `content` must be a text, or parts {{type: text, text: ...}}"
@@ -76,7 +76,7 @@ def read_content(content: Any, place: str) -> str:
 
 
 def read_calls(calls: Any, place: str) -> Messages:
-    """Tool calls in OpenAI's form. Raises ValueError if one cannot be read."""
+    """Read tool calls in OpenAI's form. Raises ValueError if one cannot be read."""
     calls = parsed(calls, f"{place}, tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{place} has tool_calls that are not a list of {{function}}: {calls!r:.200}")
@@ -107,24 +107,24 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def begun_answer(messages: Messages) -> str | None:
-    """The text of a last message that is the assistant's, which the policy continues; None if another one is last."""
+    """Return the text of a last message that is the assistant's, which the policy continues; else None."""
     last = messages[-1] if messages else {}
     return last["content"] if last.get("role") == "assistant" else None
 
 
 def begun_text(cell: str | None) -> str:
-    """The text of a begun answer in a cell of the column `prompt`; empty if there is none."""
+    """Return the text of a begun answer in a cell of the column `prompt`; empty if there is none."""
     return (begun_answer(json.loads(cell)) or "") if cell else ""
 
 
 def answered(messages: Messages, answer: str) -> Messages:
-    """A prompt and the answer to it, which holds the text of an assistant's last message (`begun_answer`)."""
+    """Join a prompt and the answer to it, which holds the text of an assistant's last message (`begun_answer`)."""
     before = messages if begun_answer(messages) is None else messages[:-1]
     return [*before, {"role": "assistant", "content": answer}]
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
-    """The text of a conversation in the first form in which the template writes its calls.
+    """Render a conversation in the first form in which the template writes its calls.
 
     Most templates read arguments as objects, some as JSON text. Some write calls only of answers without content.
 
@@ -163,7 +163,7 @@ def _differs_in_python(arguments: dict[str, Any]) -> bool:
 
 
 def _writes_calls(messages: Messages, text: str, render: Callable[[Messages], str]) -> bool:
-    """Whether the text is another one without the calls, whose names may also stand elsewhere."""
+    """Return whether the calls change the text; their names may also stand elsewhere."""
     try:
         return text != render([{k: v for k, v in message.items() if k != "tool_calls"} for message in messages])
     except ValueError:
@@ -171,7 +171,7 @@ def _writes_calls(messages: Messages, text: str, render: Callable[[Messages], st
 
 
 def _with_texts(messages: Messages, nothing: str | None) -> Messages:
-    """Messages whose calls have their arguments as JSON text; `nothing` is the content next to them if it is empty."""
+    """Return messages with the arguments of calls as JSON text; empty contents with calls become `nothing`."""
     return [
         {
             **message,
@@ -190,7 +190,7 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any, place: str) -> Messages | None:
-    """A cell as tool schemas: a list of objects, which may be JSON text as the list may; None if it is empty.
+    """Read a cell as tool schemas: a list of objects; list and objects may be JSON text. None if it is empty.
 
     Raises:
         ValueError: it is something else.
@@ -205,7 +205,7 @@ def read_tools(value: Any, place: str) -> Messages | None:
 
 
 def _schema(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema whose parameters are an object; files whose tools differ have them as JSON text."""
+    """Return a schema whose parameters are an object; files whose tools differ have them as JSON text."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("parameters"), str):
         return tool

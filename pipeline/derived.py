@@ -1,8 +1,8 @@
-"""Settings that follow from other settings: which optional stages and models a run has, and what `auto` stands for.
+"""Settings that follow from other settings: a run's optional stages and models, and the values of `auto`.
 
-An optional stage exists where its output is read: the advantage estimator declares what it reads beyond rewards
-(`needs`), and keys ask for the KL and the critic. Stream, train loop, plan and checks use these functions, so that they
-agree. An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module loads no torch.
+An optional stage exists if its output is read: the advantage estimator declares its inputs beyond rewards (`needs`),
+and keys switch on the KL and the critic. Stream, train loop, plan and checks use these functions, so that they agree.
+An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module loads no torch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,52 +17,52 @@ from pipeline.config.scoring import TRAIN_WORKERS, ScorerConfig
 
 
 def uses_engines(config: Config) -> bool:
-    """Whether engines generate responses; a replay reads recorded responses instead."""
+    """Return whether engines generate responses; a replay reads recorded responses instead."""
     return config.data.recorded_run is None
 
 
 def uses_agent(config: Config) -> bool:
-    """Whether rows are episodes of several turns."""
+    """Return whether rows are episodes of several turns."""
     return config.agent.used
 
 
 def uses_turn_rewards(config: Config) -> bool:
-    """Whether the rewards that an environment or a program gives to answers are part of the score."""
+    """Return whether the rewards that an environment or a program gives to answers are part of the score."""
     return any(agent.scored_by != "function" for agent in config.agent.declared().values())
 
 
 def most_contexts(config: Config) -> int:
-    """Sequences of tokens that a row may have."""
+    """Return the number of sequences of tokens that a row may have."""
     return max(agent.most_contexts for agent in config.agent.declared().values()) if uses_agent(config) else 1
 
 
 def uses_critic(config: Config) -> bool:
-    """Whether a critic is trained, and the stage `value` evaluates it."""
+    """Return whether a critic is trained, and the stage `value` evaluates it."""
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable
 
 
 def reads_reference(config: Config) -> bool:
-    """Whether a KL in the reward or in the loss, or a loss of pairs, reads log-probs of a reference."""
+    """Return whether a KL in the reward or in the loss, or a loss of pairs, reads log-probs of a reference."""
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the stage `reference` scores rows in replicas."""
+    """Return whether the stage `reference` scores rows in replicas."""
     return reads_reference(config) and not _in_train_workers(config)
 
 
 def trains_beside_reference(config: Config) -> bool:
-    """Whether the train workers compute the reference's log-probs, and rows come without them."""
+    """Return whether the train workers compute the reference's log-probs, and rows come without them."""
     return reads_reference(config) and _in_train_workers(config)
 
 
 def reference_is_base(config: Config) -> bool:
-    """Whether that reference is the policy with the adapters off."""
+    """Return whether the train workers' reference is the policy with the adapters off."""
     return trains_beside_reference(config) and _has_base(config)
 
 
 def shards_reference(config: Config) -> bool:
-    """Whether that reference is a second model, sharded over the train workers."""
+    """Return whether the train workers' reference is a second model, sharded over them."""
     return trains_beside_reference(config) and not _has_base(config)
 
 
@@ -79,32 +79,32 @@ def _has_base(config: Config) -> bool:
 
 
 def uses_pairs(config: Config) -> bool:
-    """Whether the policy loss compares the best and the worst response of a group."""
+    """Return whether the policy loss compares the best and the worst response of a group."""
     return policy_loss(config).of_pairs
 
 
 def uses_reward_model(config: Config) -> bool:
-    """Whether the stage `reward_model` scores responses before the reward stage."""
+    """Return whether the stage `reward_model` scores responses before the reward stage."""
     return config.reward.model.path is not None
 
 
 def uses_policy_scores(config: Config) -> bool:
-    """Whether the stage `policy` runs a forward pass over the rows, for the sum of squared probabilities."""
+    """Return whether the stage `policy` runs a forward pass over the rows, for the sum of squared probabilities."""
     return _needs(config, "sum_pi_squared")
 
 
 def uses_filter(config: Config) -> bool:
-    """Whether groups with equal rewards are removed and replaced; a replay reads only groups that were trained on."""
+    """Return whether groups with equal rewards are removed and replaced; a replay reads only groups that trained."""
     return config.algorithm.filter_groups.enable and uses_engines(config)
 
 
 def uses_baselines(config: Config) -> bool:
-    """Whether a greedy response to each training prompt is generated and scored beside its group."""
+    """Return whether a greedy response to each training prompt is generated and scored with its group."""
     return _needs(config, "baselines")
 
 
 def reward_parts(config: Config) -> dict[str, list[str]]:
-    """Parts of the reward that the run reads one by one, by the setting that names them."""
+    """Return the parts of the reward that the run reads one by one, by the setting that names them."""
     algorithm = config.algorithm
     return {
         "algorithm.gdpo_reward_keys": algorithm.gdpo_reward_keys if _needs(config, "parts") else [],
@@ -113,7 +113,7 @@ def reward_parts(config: Config) -> dict[str, list[str]]:
 
 
 def scorers(config: Config) -> dict[str, ScorerConfig]:
-    """The pools of model replicas that the run has, by name, in the order of the stream."""
+    """Return the pools of model replicas that the run has, by name, in the order of the stream."""
     pools = {
         "reward_model": (uses_reward_model(config), config.scoring.reward_model),
         "reference": (uses_reference(config), config.scoring.reference),
@@ -126,8 +126,8 @@ def scorers(config: Config) -> dict[str, ScorerConfig]:
 def scoring_model(
     model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None, gpu: bool | None = None
 ) -> ModelConfig:
-    """`model`, or the one at `path`, as it is loaded to score rows: without adapters, which weights arrive merged with,
-    and in the type that `scorer` names, else the trainer's. `gpu` says where it computes; None is `scorer.num_gpus`."""
+    """Return `model`, or the one at `path`, with the settings for scoring rows: without adapters, since weights arrive
+    merged, and in the type of `scorer`, else the trainer's. `gpu` is true on GPUs; None means `scorer.num_gpus > 0`."""
     gpu = scorer.num_gpus > 0 if gpu is None else gpu
     return replace(
         model,
@@ -144,7 +144,7 @@ def _needs(config: Config, what: str) -> bool:
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """The loss of the policy with its facts; a wrong name, which `check_algorithm` reports, has none."""
+    """Return the loss of the policy with its facts; a wrong name, which `check_algorithm` reports, has none."""
     name = config.actor.policy_loss.loss_mode
     try:
         return get_policy_loss(name)
@@ -153,7 +153,7 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
-    """The off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
+    """Return the off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
     settings = config.algorithm.rollout_correction
     if settings.rollout_is is not None:
         return settings
@@ -162,12 +162,12 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
 
 
 def streams_gradients(config: Config) -> bool:
-    """Whether the first chunks of an iteration are trained on while engines still generate the others."""
+    """Return whether the first chunks of an iteration are trained on while engines still generate the others."""
     return config.trainer.stream_gradients is not False and why_not_streamed(config) is None
 
 
 def why_not_streamed(config: Config) -> str | None:
-    """The setting that makes training wait for the complete iteration; None if no setting does."""
+    """Return the setting that makes training wait for the complete iteration; None if no setting does."""
     prompts = config.rollout.chunk_prompts * config.trainer.num_workers
     chunks = config.data.train_batch_size // max(1, prompts)
     reasons = {
@@ -188,8 +188,8 @@ def why_not_streamed(config: Config) -> str | None:
 
 
 def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
-    """Whether the loss of actor or critic reads other tokens of a token's row, so that all contexts of an episode must
-    pass through the model together."""
+    """Return whether the loss of actor or critic reads other tokens of a token's row, so that all contexts of an
+    episode must pass through the model together."""
     actor = config.actor
     if (part.loss_agg_mode or actor.loss_agg_mode) == "seq-mean-token-mean":
         return True
@@ -201,29 +201,29 @@ def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
 
 
 def weighs_itself(config: Config) -> bool:
-    """Whether the loss's own ratio is that of the current policy to the engine's."""
+    """Return whether the loss's own ratio compares the current policy with the engine's."""
     return config.actor.old_log_probs == "engine" and policy_loss(config).ratio != "none"
 
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """Settings of the update in force; where the critic's are null they are the actor's."""
+    """Settings of the update in force; null settings of the critic become the actor's."""
 
     epochs: int
     mini_batches: int
     """Mini-batches of one iteration."""
     max_tokens: int
-    """Most tokens in one forward pass, of which the ranks of a sequence have equal parts."""
+    """Most tokens in one forward pass; the ranks of a sequence have equal parts of them."""
     agg_mode: str
-    """How token losses become one number, one of `losses.AGG_MODES`."""
+    """Aggregation of token losses, one of `losses.AGG_MODES`."""
     scale_factor: float
     """Divisor of `seq-mean-token-sum-norm`."""
     max_nonfinite_steps: int
     """Consecutive optimiser steps that may have a gradient that is not finite."""
     whole_rows: bool
-    """Whether all contexts of a row must be in one micro-batch."""
+    """True if all contexts of a row must be in one micro-batch."""
     longest: int | None = None
-    """Tokens of the run's longest row; None for what the model was made for."""
+    """Tokens of the run's longest row; None for the model's own limit."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":

@@ -15,11 +15,11 @@ class PeerDied(ConnectionError):
 
 
 class NotStarted(RuntimeError):
-    """Ray did not start or could not be joined; the message says why and what to do. Nothing has been changed."""
+    """Ray did not start or could not be joined; the message has the reason and a remedy. Nothing has been changed."""
 
 
 def short_reason(error: BaseException) -> str:
-    """What an exception of another library says, on one line and without its endless tail."""
+    """Return the message of another library's exception on one line, without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
 
 

@@ -4,8 +4,8 @@ The loop calls `ray.wait` for all of its tasks with a timeout of a tenth of a se
 waits, for a policy version or for its turn, so every step of a chunk would cost that tenth. Each look takes about 1 ms
 of CPU, which engines and trainer lack on a small machine: the timeout is short while blocks move from stage to stage,
 and grows while none does. Ray Data has no setting for it, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S` of
-ray/data/_internal/execution/streaming_executor_state.py (https://github.com/ray-project/ray, Ray 2.60). With another
-Ray, where it is missing, a warning is printed once and the stream runs at stock speed.
+ray/data/_internal/execution/streaming_executor_state.py (https://github.com/ray-project/ray, Ray 2.60). If another
+version of Ray lacks it, a warning is printed once and the stream runs at stock speed.
 
 The second half is the environment variable `RAY_DATA_METADATA_PREFETCH_ON_THREAD=0` (`pipeline/run/cluster.py`).
 Without it a thread fetches the description of a finished block; it cannot end that wait, so the block would leave with
@@ -38,7 +38,7 @@ class ShortWaits(ExecutionCallback):
         setattr(streaming_executor_state, CONSTANT, SHORTEST_S)
 
     def on_execution_step(self, executor: Any) -> None:
-        # Where Ray calls its stages otherwise, no block is seen to move, and the timeout is the longest.
+        # If Ray calls its stages otherwise, no block is seen to move, and the timeout is the longest.
         stages = getattr(executor, "_topology", None) or ()
         before, self._moved = self._moved, sum(stage.metrics.num_outputs_taken for stage in stages)
         longer = min(GROWTH * getattr(streaming_executor_state, CONSTANT), LONGEST_S)

@@ -1,4 +1,4 @@
-"""What an engine returns for one request."""
+"""An engine's result for one request."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """The rows with which engine and trainer are compared before the first iteration (`models/handshake.py`).
 
 The engine generates them as it generates all rows; the trainer computes their log-probs in each way in which rows pass
-through its model. They are few and short, but one is longer than each length at which the model's configuration says
-that something changes.
+through its model. They are few and short, but one is longer than each length at which the model's configuration changes
+something.
 """
 
 import re
@@ -17,19 +17,19 @@ SHORT = (5, 17)
 RESPONSE = 12
 """Tokens of a response."""
 SAMPLES, ROUNDED_SAMPLES = 2, 8
-"""Responses to a prompt, which share it, where both compute in float32 and else: rounding shows its size in many tokens
-alone."""
+"""Responses to a prompt, which share it, if both compute in float32 and otherwise: rounding shows its size only in many
+tokens."""
 BEYOND = 8
 """Tokens of a long row beyond a border."""
 BORDER = re.compile(
     r"window(_size)?$|chunk_size$|local_attention$|original_max_position|max_position_embeddings$|floor_scale$"
 )
-"""In the names of numbers in a model's configuration at which attention or positions change."""
+"""Pattern in the names of numbers in a model's configuration at which attention or positions change."""
 
 
 @dataclass(frozen=True)
 class GreetingPlan:
-    """Which rows are compared."""
+    """The rows that are compared."""
 
     prompts: tuple[int, ...]
     """Tokens of each prompt."""
@@ -45,12 +45,12 @@ class GreetingPlan:
 
     @classmethod
     def of(cls, config: Any, longest: int, seed: int, exact: bool = True) -> "GreetingPlan":
-        """The rows for a model.
+        """Choose the rows for a model.
 
         Args:
-            config: of its text model, from `transformers`.
+            config: configuration of its text model, from `transformers`.
             longest: tokens of the run's longest row.
-            seed: of the run.
+            seed: the run's.
             exact: whether engine and trainer compute in float32.
         """
         response = max(1, min(RESPONSE, longest // 2))
@@ -62,12 +62,12 @@ class GreetingPlan:
         return cls(tuple(sorted(prompts)), response, samples, config.vocab_size, seed, dict(sorted(passed.items())))
 
     def passes(self, tokens: int) -> list[str]:
-        """Which of the borders a row of so many tokens passes, in words."""
+        """Describe the borders that a row of so many tokens passes."""
         return [f"{name}={length}" for length, name in self.borders.items() if tokens > length]
 
 
 def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]]:
-    """Lengths at which the model of a configuration computes something else, and the numbers that name them."""
+    """Return lengths at which the model of a configuration computes something else, and the numbers that name them."""
     found = []
     for name, value in settings.items():
         if isinstance(value, Mapping) and depth:
@@ -79,10 +79,10 @@ def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]
 
 @dataclass(frozen=True)
 class Way:
-    """How rows pass through a model."""
+    """A way in which rows pass through a model."""
 
     attention: str
-    """As `transformers` names it."""
+    """Name of the attention in `transformers`."""
     packed: bool
     shared: bool
 
@@ -93,7 +93,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Change:
-    """What the handshake has changed."""
+    """The handshake's change of the passes of rows."""
 
     decoder: str
     """Class of the models whose rows pass in another way: the policy's."""
@@ -106,7 +106,7 @@ class Greeting:
 
     engine: str
     prompts: Sequence[Sequence[int]]
-    """Token ids of each row's prompt; those of one prompt are neighbours."""
+    """Token ids of each row's prompt; rows of the same prompt are neighbours."""
     responses: Sequence[np.ndarray]
     """[tokens] int32 of each row."""
     log_probs: Sequence[np.ndarray]
@@ -114,7 +114,7 @@ class Greeting:
 
 
 def prompts_of(plan: GreetingPlan, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the plan's prompts, drawn from the tokens of the policy's tokenizer that are plain text."""
+    """Draw the plan's prompts, as token ids, from the tokens of the policy's tokenizer that are plain text."""
     added = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     plain = [token for token in range(min(plan.vocabulary, len(tokenizer))) if token not in added]
     generator = np.random.default_rng(plan.seed)

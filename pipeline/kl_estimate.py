@@ -4,7 +4,7 @@ With d = log p(token) - log q(token) for a token sampled from p (Schulman 2020, 
 
     k1, `kl`            d                    unbiased, any sign
     `abs`               |d|
-    k2, `mse`           d^2 / 2              biased; its gradient is that of KL(p || q)
+    k2, `mse`           d^2 / 2              biased; has the gradient of KL(p || q)
     k3, `low_var_kl`    exp(-d) - 1 + d      unbiased, never negative, low variance
 """
 
@@ -19,10 +19,10 @@ MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
 
 
 def estimate(kind: str, difference: Any, expm1: Callable[[Any], Any]) -> Any:
-    """The estimate `kind` (a key of `NAMES`) of each difference d; same shape.
+    """Estimate the KL from each difference d by `kind` (a key of `NAMES`); the result has the same shape.
 
     Args:
-        kind: which estimate.
+        kind: name of the estimate.
         difference: log p - log q of each token, a numpy array or a torch tensor.
         expm1: the library's `exp(x) - 1`.
 

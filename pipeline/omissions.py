@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, found by rendering it with and without a field.
+"""A chat template's omissions from a conversation, found by rendering it with and without a field.
 
 No field is known by name. A template that renders the same text without a field does not read it.
 """
@@ -13,20 +13,20 @@ Render = Callable[[Messages], str]
 
 
 def remedy(template: str) -> str:
-    """How to give the model another template, one that does what `template` says."""
+    """Return the advice to use another template; `template` completes "a chat_template.jinja that"."""
     return f"name a folder of the tokenizer's files and a chat_template.jinja that {template} with model.tokenizer_path"
 
 
 class Omissions:
     """Finds fields of messages that change nothing in the rendering.
 
-    Contents, tool calls and everything else that an assistant says must be written in every row. Other fields, such as
-    the name of a user, are noted once.
+    Contents, tool calls and everything else with content in an assistant's message must be written in every row. Other
+    fields, such as the name of a user, are noted once.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        """Sentences on what is left out, or read otherwise than it may look."""
+        """Sentences on fields that are left out, or read otherwise than they may look."""
         self._tested: set[tuple[str, bool, str]] = set()
 
     def note(self, sentence: str) -> None:
@@ -35,7 +35,7 @@ class Omissions:
             self.notes[sentence] = None
 
     def check(self, messages: Messages, text: str, render: Render, place: str, start: int = 0) -> None:
-        """Look at a conversation.
+        """Check a conversation.
 
         Args:
             messages: the conversation, as from `read_messages`.
@@ -45,7 +45,7 @@ class Omissions:
             start: number of the first message to look at.
 
         Raises:
-            ValueError: the template leaves out what must be written.
+            ValueError: the template leaves out a field that must be written.
         """
         for number, message in enumerate(messages[start:], start):
             role = message["role"]
@@ -97,14 +97,14 @@ def check_answer(messages: Messages, text: str, render: Render, place: str) -> N
 
 
 def _says(value: Any) -> bool:
-    """Whether a field has content."""
+    """Return whether a field has content."""
     if isinstance(value, str):
         return bool(value.strip())
     return bool(value) if isinstance(value, list | dict) else value is not None
 
 
 def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """The message without a field, without each of its calls, and without the arguments of them."""
+    """Yield the message without a field, without each of its calls, and without the arguments of its calls."""
     rest = {key: value for key, value in message.items() if key != name}
     if name == "content":
         yield {**message, "content": ""}
@@ -121,7 +121,7 @@ def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], render: Render) -> bool:
-    """Whether the text is the same with `other` instead of a message.
+    """Return whether the text is the same with `other` instead of a message.
 
     The text of all messages counts, and the text up to this one: some templates leave reasoning out of earlier answers,
     others write the system's message only with a user's.
@@ -137,7 +137,7 @@ def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], ren
             if render([*messages[:number], other, *messages[number + 1 : end]]) != text:
                 return False
         except ValueError:
-            # The template asks for it.
+            # The template requires it.
             return False
     return rendered
 

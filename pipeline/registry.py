@@ -42,7 +42,7 @@ def _path(function: Callable[..., Any]) -> str:
 
 
 def resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The function that a built-in import path stands for; a function as it is."""
+    """Return the function that a built-in import path stands for; a function as it is."""
     if not isinstance(source, str):
         return source
     code, name = imports.split(source)
@@ -71,7 +71,7 @@ def look_up(
     unregistered: Callable[[str, Callable[..., Any]], T],
     arguments: Sequence[str] = ("data", "config"),
 ) -> T:
-    """The entry that the setting `key` names.
+    """Return the entry that the setting `key` names.
 
     Args:
         key: dotted name of the setting, for errors.

@@ -2,7 +2,7 @@
 
 Every stage takes a `pyarrow.Table` of rows and returns one with the same number of rows in the same order (rollout,
 which turns each prompt into `n` rows, is the one exception) and its own columns filled in. `SCHEMA` lists each column
-with the stage that writes it and those that read it; any stretch of the stream can be written to parquet as it is.
+with the stage that writes it and the stages that read it; any stretch of the stream can be written to parquet as it is.
 """
 
 from typing import NamedTuple
@@ -19,17 +19,17 @@ blocks.register()
 INTS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
 RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
-"""Run lengths: which version generated how many tokens, in their order."""
+"""Run lengths: versions in their order, each with the number of tokens that it generated."""
 
 
 SPANS = pa.list_(pa.struct([("kind", pa.int8()), ("tokens", pa.int32()), ("reward", pa.float32())]))
-"""Stretches of an episode's response in their order: `ANSWER` or `OBSERVATION`, its number of tokens, and the reward
-that an answer got; null where it got none."""
+"""Stretches of an episode's response in their order: `ANSWER` or `OBSERVATION`, its number of tokens, and the reward of
+an answer; null without one."""
 ANSWER, OBSERVATION = 1, 0
 
 CONTEXTS = pa.list_(pa.struct([("prompt", INTS), ("tokens", pa.int32())]))
-"""The sequences of an episode in their order: the tokens of the prompt that each stands behind, and how many tokens of
-the row's response are its. The first one's prompt is `prompt_ids`, and null here."""
+"""The sequences of an episode in their order: the tokens of each one's prompt, and the number of tokens of the row's
+response that follow it. The first one's prompt is `prompt_ids`, and null here."""
 
 _TYPES = {
     "ints": INTS,
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 def _columns(table: str) -> pa.Schema:
-    """The columns of a table whose lines are `name | type | writer | readers | what`."""
+    """Read the columns of a table whose lines are `name | type | writer | readers | what`."""
     fields = []
     for line in table.strip().splitlines():
         name, kind, writer, readers, what = line.split(" | ")
@@ -92,14 +92,14 @@ turns | int32 | rollout | metrics | answers of the policy
 ended | string | rollout | metrics | why it ended: `done`, `stop`, `turns`, `length`, `timeout`, `malformed`, `error`
 episode | string | rollout | metrics | numbers of the episode as JSON: calls by tool, malformed calls, seconds
 """)
-"""Only with episodes (`agent.*`). The response is then everything behind the prompt, observations included, and the
-column `response` is the text of the last answer alone."""
+"""Columns of episodes (`agent.*`). The response is then everything after the prompt, observations included, and the
+column `response` is only the text of the last answer."""
 
 REWARD_MODEL = _columns("""
 rm_score | float32 | reward_model | reward | the reward model's number, null where it failed
 rm_error | string | reward_model | reward | why the reward model failed, else null
 """)
-"""Only with a reward model."""
+"""Columns of a run with a reward model."""
 
 REWARD = _columns("""
 score | float32 | reward | advantage, metrics | sum of rule, functions and reward model, shaped; 0 where one failed
@@ -111,29 +111,29 @@ reward_s | float32 | reward | metrics | seconds spent on the chunk's rewards
 BASELINE = _columns("""
 baseline | float32 | baseline | advantage | score of the prompt's greedy response, null if failed
 """)
-"""Only where the estimator reads baselines."""
+"""Columns of a run whose estimator reads baselines."""
 
 REFERENCE = _columns("""
 ref_log_probs | floats | reference | advantage, train | log-prob of each token under the reference
 """)
-"""Only with a KL in reward or loss."""
+"""Columns of a run with a KL in reward or loss."""
 
 VALUE = _columns("""
 values | floats | value | advantage, train | the critic's value before each response token
 value_version | int64 | value | metrics | version of the critic that gave the values
 """)
-"""Only with a critic."""
+"""Columns of a run with a critic."""
 
 POLICY = _columns("""
 sum_pi_squared | floats | policy | advantage | sum over the vocabulary of squared probabilities, per token
 pi_version | int64 | policy | metrics | version of the policy that gave sum_pi_squared
 """)
-"""Only where the estimator reads sum_pi_squared."""
+"""Columns of a run whose estimator reads sum_pi_squared."""
 
 KL_COEF = _columns("""
 kl_coef | float32 | advantage | metrics | coefficient of the KL in the reward at that version
 """)
-"""Only with a KL in the reward."""
+"""Columns of a run with a KL in the reward."""
 
 ADVANTAGE = _columns("""
 advantages | floats | advantage | train | one per response token, 0 where the token does not train
@@ -148,7 +148,7 @@ SCHEMA = pa.schema(
 
 
 def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
-    """`table` with `columns` added; each value is an Arrow array or a list of one entry per row.
+    """Return `table` with `columns` added; each value is an Arrow array or a list of one entry per row.
 
     Raises:
         ValueError: a column is missing from `values`, or has another length than the table.
@@ -166,12 +166,12 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
 
 
 def without_rows(table: pa.Table, columns: pa.Schema) -> pa.Table:
-    """No rows, with the columns of `table` and `columns`: what a stage gives that has nothing to do."""
+    """Return no rows, with the columns of `table` and `columns`, for a stage that has nothing to do."""
     return append(table.slice(0, 0), columns, {name: [] for name in columns.names})
 
 
 def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of the rows in them.
+    """Return a list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of its rows.
 
     Raises:
         ValueError: a row of the column is null.
@@ -186,7 +186,7 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
-    """[N] the list column `name`, which has one entry per response token; `offsets` [R + 1] are those of the responses.
+    """[N] the list column `name`, with one entry per response token; `offsets` [R + 1] are the responses' offsets.
 
     Raises:
         ValueError: a row has another number of entries.
@@ -203,7 +203,7 @@ def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def prompt_tokens(table: pa.Table) -> int:
-    """Number of prompt tokens, those of further contexts included."""
+    """Count the prompt tokens, further contexts included."""
     tokens = len(flat(table, "prompt_ids")[0])
     if "contexts" in table.column_names:
         prompts = table["contexts"].combine_chunks().flatten().field("prompt")
@@ -212,13 +212,13 @@ def prompt_tokens(table: pa.Table) -> int:
 
 
 def policy_tokens(table: pa.Table) -> np.ndarray:
-    """[R] int64, response tokens of each row that the policy wrote; those of tools and environments do not count."""
+    """[R] int64, response tokens of each row that the policy wrote; tokens of tools and environments do not count."""
     mask, offsets = flat(table, "response_mask")
     return np.diff(np.concatenate([[0], np.cumsum(mask > 0)])[offsets])
 
 
 def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
+    """Return the mask of tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
 
     Returns:
         mask [N], one row after the other, and the offsets [R + 1] of the rows in it, as from `flat`.
@@ -231,17 +231,17 @@ def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ragged(values: np.ndarray, offsets: np.ndarray, type: pa.DataType) -> pa.Array:
-    """The list column of type `type` with these values and offsets; the inverse of `flat`."""
+    """Build the list column of type `type` with these values and offsets; the inverse of `flat`."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, type.value_type))
 
 
 def version_runs(versions: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
-    """The column `version_runs` of R rows.
+    """Build the column `version_runs` of R rows.
 
     Args:
         versions: [K] the version of each run, row after row.
-        tokens: [K] how many tokens it generated.
-        offsets: [R + 1] where each row's runs begin.
+        tokens: [K] number of tokens of each run.
+        offsets: [R + 1] first run of each row, and K at the end.
     """
     kind = RUNS.value_type
     arrays = [pa.array(versions, kind.field("version").type), pa.array(tokens, kind.field("tokens").type)]
@@ -266,13 +266,13 @@ class Spans(NamedTuple):
     turn: np.ndarray
     """[K] int64, number of the answer in its row, from 0; -1 for observations."""
     tokens: np.ndarray
-    """[K + 1] int64, where its tokens begin."""
+    """[K + 1] int64, first token of each span, and the number of tokens at the end."""
     reward: np.ndarray
-    """[K] float64, reward of the answer, NaN where it got none."""
+    """[K] float64, reward of the answer, NaN without one."""
 
 
 def spans_of(table: pa.Table, offsets: np.ndarray) -> Spans:
-    """The column `spans`; `offsets` [R + 1] are those of the responses.
+    """Read the column `spans`; `offsets` [R + 1] are the offsets of the responses.
 
     Raises:
         ValueError: the spans of a row are null, or have more or fewer tokens than its response.

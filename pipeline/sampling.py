@@ -1,11 +1,11 @@
-"""How responses are sampled: the run's settings, and what the row of a prompt asks for instead.
+"""Sampling settings of responses: the run's, and the ones that a prompt's row sets instead.
 
-A row of a prompt file asks in its `extra_info`, each key on its own:
+A row of a prompt file sets them in its `extra_info`, each key on its own:
 
     {"sampling_params": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_tokens": 8, "max_tokens": 64,
                          "stop": ["</answer>"]}}
 
-What it asks for is checked when the row is read (`RowLimits`), so that a mistake is found before engines wait for it.
+They are checked when the row is read (`RowLimits`), so that a mistake is found before engines wait for it.
 """
 
 import json
@@ -29,7 +29,7 @@ WARMEST, COLDEST = 2.0, 0.01
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled; the names are those of `rollout.*`, and `max_tokens` is the longest response."""
+    """Sampling settings of one response, named as in `rollout.*`; `max_tokens` is the longest response."""
 
     temperature: float
     top_p: float
@@ -40,18 +40,18 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, max_response_length: int, split: str) -> "Sampling":
-        """What rows of a split (`train` or `val`) are sampled with unless they ask for something else."""
+        """Return the settings for rows of a split (`train` or `val`) that set none of their own."""
         chosen = rollout if split == "train" else rollout.val_kwargs
         limits = rollout.min_tokens, max_response_length, tuple(rollout.stop)
         return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits)
 
     def greedy(self) -> "Sampling":
-        """The same with the likeliest token each time."""
+        """Return these settings with the likeliest token each time."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def of_row(self, extra_info: str) -> "Sampling":
-        """The same with what a row asks for in `extra_info`, JSON that `RowLimits` has passed."""
-        # Most rows ask for nothing, and their JSON can be long.
+        """Return these settings, overridden by a row's `extra_info`, JSON that `RowLimits` has passed."""
+        # Most rows set nothing, and their JSON can be long.
         if f'"{KEY}"' not in extra_info:
             return self
         return replace(self, **asked(json.loads(extra_info)))
@@ -66,14 +66,14 @@ NUMBERS: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]]
     "min_tokens": (int, lambda n: n >= 0, "a whole number of at least 0"),
     "max_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
 }
-"""Key: its type, which values it takes, and that in words."""
+"""Type, check and description of the values of each key."""
 
 
 def asked(extra_info: Any) -> dict[str, Any]:
-    """What a row asks for, by the names of `Sampling`.
+    """Return the settings of a row, by the names of `Sampling`.
 
     Args:
-        extra_info: as read from a file or from JSON; nulls in it ask for nothing.
+        extra_info: as read from a file or from JSON; nulls in it set nothing.
 
     Raises:
         ValueError: a sentence that names the key, its value, and what it may be.
@@ -94,16 +94,16 @@ def asked(extra_info: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What the rows of a split may ask for."""
+    """Limits of the settings that rows of a split may have: sampling, agents and ground truths."""
 
     own: Sampling
-    """What a row is sampled with that asks for nothing."""
+    """Settings of a row that sets none."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Keys that no row may set, and why."""
+    """Keys that no row may set, each with the reason."""
     agents: Collection[str | None] = (None,)
     """Names that a row may choose its agent by."""
     asked: Collection[str | None] = ()
-    """Those among them whose episodes begin with the row's prompt alone, so that it must end with a question."""
+    """Agents whose episodes begin with only the row's prompt, so that it must end with a question."""
     truths: TruthCheck = field(default_factory=TruthCheck)
     """The check of ground truths that the reward will read."""
 
@@ -123,7 +123,7 @@ class RowLimits:
         """Refuse an agent that the config does not declare.
 
         Raises:
-            ValueError: a sentence that names it and those that there are.
+            ValueError: a sentence that names it and the agents of the config.
         """
         if name not in self.agents:
             known = ", ".join(agent for agent in self.agents if agent)
@@ -133,7 +133,7 @@ class RowLimits:
             )
 
     def check(self, extra_info: Any) -> None:
-        """Refuse what cannot be sampled.
+        """Refuse settings that cannot be sampled with.
 
         Raises:
             ValueError: a sentence that names the key, its value, and what it may be.
@@ -166,7 +166,7 @@ def check_agents(named: Collection[str], chosen: Collection[str | None]) -> None
         chosen: the names in the column `agent_name` of the rows.
 
     Raises:
-        ValueError: a sentence that names the agent and those that rows choose.
+        ValueError: a sentence that names the agent and the agents that rows choose.
     """
     known = sorted(name for name in chosen if name)
     for name in named:
@@ -178,9 +178,9 @@ def check_agents(named: Collection[str], chosen: Collection[str | None]) -> None
 
 
 def row_limits(config: Config) -> dict[str, RowLimits]:
-    """The limits of each split (`train` and `val`).
+    """Return the limits of each split (`train` and `val`).
 
-    Training rows may not ask for what the trainer would take for another policy than its own.
+    Training rows may not have settings that the trainer would take for another policy than its own.
     """
     refused = {"temperature": "the trainer computes the log-probs of all rows at rollout.temperature"}
     compares = ""
@@ -224,7 +224,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def stop_problem(texts: Any) -> str:
-    """What is wrong with a list of texts that end a response; empty if nothing is."""
+    """Return what is wrong with a list of texts that end a response; empty if nothing is."""
     if not isinstance(texts, (list, tuple)):
         return f"is {texts!r:.80}"
     if len(texts) > MOST_STOPS:

@@ -28,12 +28,12 @@ Stats = dict[str, Stat]
 
 
 def mean(total: float, count: float) -> Stat:
-    """Mean of `count` observations that sum to `total`."""
+    """Return the mean of `count` observations that sum to `total`."""
     return Stat("mean", (float(total), float(count)))
 
 
 def summary(x: np.ndarray, prefix: str, kinds: Iterable[str] = ("mean", "max", "min")) -> Stats:
-    """`prefix/mean`, `prefix/max`, ... of the numbers x; nothing without numbers."""
+    """Return `prefix/mean`, `prefix/max`, ... of the numbers x; nothing without numbers."""
     if not len(x):
         return {}
     x = np.asarray(x, dtype=np.float64)
@@ -46,7 +46,7 @@ def summary(x: np.ndarray, prefix: str, kinds: Iterable[str] = ("mean", "max", "
 
 
 def merge(parts: Iterable[Stats]) -> Stats:
-    """One `Stats` from those of several ranks, micro-batches or chunks; a metric may be missing in some.
+    """Merge the `Stats` of several ranks, micro-batches or chunks into one; a metric may be missing in some.
 
     Raises:
         ValueError: two parts disagree on the kind of a metric.
@@ -70,8 +70,8 @@ def _join(kind: str, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float,
         return (min(a[0], b[0]),)
     if kind == "max":
         return (max(a[0], b[0]),)
-    # Moments about the mean (Chan, Golub and LeVeque 1979): plain sums of squares would cancel where the spread is
-    # small against the mean, as it is for probabilities near 1.
+    # Moments about the mean (Chan, Golub and LeVeque 1979): plain sums of squares would cancel if the spread is small
+    # against the mean, as it is for probabilities near 1.
     n = a[0] + b[0]
     if n == 0:
         return a
@@ -97,7 +97,7 @@ def _value(stat: Stat) -> float | None:
     if stat.kind == "std":
         return math.sqrt(max(v[2], 0.0) / v[0]) if v[0] else None
     if stat.kind == "corr":
-        # A spread within rounding of the mean is that of a constant, which correlates with nothing.
+        # A spread within rounding of the mean comes from a constant, which correlates with nothing.
         if any(squares <= v[0] * (1e-12 * centre) ** 2 for centre, squares in ((v[1], v[3]), (v[2], v[4]))):
             return None
         return max(-1.0, min(1.0, v[5] / (math.sqrt(v[3]) * math.sqrt(v[4]))))
@@ -105,6 +105,6 @@ def _value(stat: Stat) -> float | None:
 
 
 def reduce(parts: Iterable[Stats]) -> dict[str, float]:
-    """The finished numbers of `merge(parts)`; a metric without observations is left out."""
+    """Return the finished numbers of `merge(parts)`; a metric without observations is left out."""
     values = {name: _value(stat) for name, stat in merge(parts).items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -12,10 +12,10 @@ enter at the reward stages.
 One streaming execution serves all iterations of an attempt, so engines start once and stay warm. Three rules:
 
 - One block is one chunk. `batch_size=None` hands a stage whole blocks. A number would bundle several chunks into one
-  task, and a strictly on-policy run would deadlock: the update would wait for a task that waits for the update. Where
-  a stage's output is not in chunks, `repartition(strict=True)` cuts it into chunks.
+  task, and a strictly on-policy run would deadlock: the update would wait for a task that waits for the update. If a
+  stage's output is not in chunks, `repartition(strict=True)` cuts it into chunks.
 - A failed row stays, with its error and a `drop_reason`, so all blocks have the same size. Ray Data keeps their order
-  and deals them to the train workers in turn, so each worker gets the same number of rows of every iteration. Where
+  and deals them to the train workers in turn, so each worker gets the same number of rows of every iteration. If
   dynamic sampling removes groups, the stream cuts the remaining rows into whole chunks again.
 - Ray Data never splits blocks by size (`target_max_block_size=None`): the mean of a group needs all its rows at once.
 """
@@ -85,9 +85,9 @@ def build(
         config: the run's configuration.
         schedule: the iterations and validations of the run.
         store: handle of the policy store.
-        run_dir: where trajectories are recorded.
+        run_dir: folder for recorded trajectories.
         rollout_stage: class of the rollout stage; benchmarks pass a substitute.
-        hosts: hold the processes of episodes, and outlive the attempt.
+        hosts: run the processes of episodes, and outlive the attempt.
     """
     # Ray Train calls this in its controller's process, which does not have the driver's `DataContext`.
     set_context()
@@ -149,7 +149,7 @@ def build(
 
 
 def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config) -> Dataset:
-    """Chunks of `chunk_rows` rows. One actor of class `stage` makes them from page numbers, one page after the other.
+    """Make chunks of `chunk_rows` rows: one actor of class `stage` reads page numbers, one page after the other.
 
     Its input has one block per page, whose column `id` holds the number of the page, from 0.
     """
@@ -182,7 +182,7 @@ def set_context() -> None:
 
 
 def rewarded(stream: Dataset, config: Config, concurrent: int, store: StoreClient | None = None) -> Dataset:
-    """`stream` with the stages that score responses.
+    """Return `stream` with the stages that score responses.
 
     Args:
         stream: whole chunks, as the rollout stage returns them.
@@ -206,21 +206,21 @@ def rewarded(stream: Dataset, config: Config, concurrent: int, store: StoreClien
 
 
 def several(chunks: int, size: int = 1, between: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Arguments of `map_batches` for a pool of asynchronous actors.
+    """Return arguments of `map_batches` for a pool of asynchronous actors.
 
     Args:
         chunks: number of chunks that an actor works on at the same time.
         size: number of actors; of an elastic pool, at the start.
         between: smallest and largest size of an elastic pool.
     """
-    # The first limit alone would only lengthen the actor's queue; the second lets an actor work on all of them at once.
+    # The first limit would only lengthen the actor's queue; the second lets an actor work on all of them at once.
     tasks: dict[str, Any] = {"max_tasks_in_flight_per_actor": chunks, "max_concurrent_calls_per_actor": chunks}
     fewest, most = between or (size, size)
     return {"compute": ActorPoolStrategy(min_size=fewest, max_size=most, initial_size=size, **tasks)}
 
 
 def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Arguments of `map_batches` for the rollout stage: `size` engines with `chunks` chunks in flight in each.
+    """Return arguments of `map_batches` for the rollout stage: `size` engines with `chunks` chunks in flight in each.
 
     `between` gives the smallest and the largest number of engines of an elastic pool.
     """
@@ -233,7 +233,7 @@ def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | N
 
 
 def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) -> Dataset:
-    """`stream` with a scoring stage. Its constructor gets the section `model`, the section `scoring.<name>` and `args`.
+    """Return `stream` with a scoring stage, whose constructor gets the sections `model`, `scoring.<name>` and `args`.
 
     A replica scores one chunk after the other. Its number of compute threads is set here; Ray would set it to 1.
     """
@@ -257,7 +257,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def engine_env(config: Config) -> dict[str, str]:
-    """Environment variables of an engine's process. Ray would set its number of compute threads to 1."""
+    """Return environment variables of an engine's process. Ray would set its number of compute threads to 1."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", **HUGE_PAGES}
     if config.rollout.tensor_parallel_size > 1:

@@ -1,6 +1,6 @@
 """The baseline stage: the score of each prompt's greedy response becomes the column `baseline` of its group.
 
-ReMax (Li et al. 2023) reads it. The rollout stage generates the greedy response beside the group, the reward stage
+ReMax (Li et al. 2023) reads it. The rollout stage generates the greedy response with the group, the reward stage
 scores it, and this stage removes its row. If the reward of a greedy response failed, the rows of its group get the
 error, so that the advantage stage masks them. Rows of a replay bring the column from the recording.
 """
@@ -17,10 +17,10 @@ class Baseline:
     """Stage that turns the rows of split `baseline` into the column `baseline` (float32) of the rows with their uid."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of `table` that are no baselines, in their order, with the column `BASELINE`.
+        """Return the rows of `table` without the greedy ones, in their order, with the column `BASELINE`.
 
-        `baseline` is null where the reward of the greedy response failed; `reward_error` says so, unless the row has an
-        error of its own.
+        `baseline` is null if the reward of the greedy response failed. `reward_error` gives the reason, unless the row
+        has an error of its own.
 
         Args:
             table: scored rows of whole groups, each with one row of split `baseline`, or with the column already.
@@ -47,6 +47,6 @@ class Baseline:
 
 
 def _with_errors(table: pa.Table, errors: pa.ChunkedArray) -> pa.Table:
-    """`table` with `errors` in `reward_error` where a row has no error of its own."""
+    """Write `errors` into `reward_error` of the rows without an error of their own."""
     column = table.column_names.index("reward_error")
     return table.set_column(column, table.schema.field(column), pc.coalesce(table["reward_error"], errors))

@@ -40,7 +40,7 @@ class FixedKL:
     coef: float
 
     def update(self, current_kl: float, rows: int) -> None:
-        """Does nothing."""
+        """Leave the coefficient as it is."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class AdaptiveKL:
     coef: float
     """The only state; settable, for checkpoints."""
     target: float
-    """Above 0."""
+    """Target KL per token, above 0."""
     horizon: int
-    """Above 0, in rows."""
+    """Horizon in rows, above 0."""
 
     def update(self, current_kl: float, rows: int) -> None:
-        """One step.
+        """Adapt the coefficient by one step.
 
         Args:
             current_kl: mean KL per token of an iteration's rows.
@@ -75,7 +75,7 @@ KLController = FixedKL | AdaptiveKL
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """The controller of `algorithm.kl_ctrl`, whose bounds the config declares."""
+    """Return the controller of `algorithm.kl_ctrl`, whose bounds the config declares."""
     if config.type == "fixed":
         return FixedKL(config.kl_coef)
     return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)

@@ -1,10 +1,10 @@
 """Estimators that read one reward per response and compare it with its group.
 
-Each gives one advantage per row, for all its trained tokens. R is a row's reward; mean, std (ddof 1) and n are those of
-its group. A group of equal rewards, or of one row, has advantages of exactly 0 before whitening. (verl gives a single
-row its bare reward, except in `grpo_passk`, which refuses it.) Whitening subtracts the mean over tokens, which may move
-such a group away from 0. The reward of a row without trained tokens still counts in its group. Returns equal the
-advantages.
+An estimator gives one advantage per row, for all its trained tokens. R is a row's reward; mean, std (ddof 1) and n
+belong to its group. A group of equal rewards, or of one row, has advantages of exactly 0 before whitening. (verl gives
+a single row its bare reward, except in `grpo_passk`, which refuses it.) Whitening subtracts the mean over tokens, which
+may move such a group away from 0. The reward of a row without trained tokens still counts in its group. Returns equal
+the advantages.
 """
 
 import numpy as np
@@ -30,8 +30,8 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     (default 1): a reward of large spread does not hide one of small spread. The sum is whitened over the trained tokens
     of the batch. No part contains the KL penalty in the reward, so `gdpo` ignores it.
 
-    Raises ValueError for no keys, a key that is no part or not finite in some row, or another number of weights than
-    keys.
+    Raises ValueError without keys, if a key is not a reward part or not finite in some row, or if the numbers of
+    weights and keys differ.
     """
     assert data.parts is not None
     keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
@@ -63,8 +63,8 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Advantages for the best of n (Tang et al. 2025): A = (R_max - R_2nd) / (std + 1e-6) for the best row, else 0.
 
-    With `norm_adv_by_std_in_grpo=false` the difference is not divided. All are 0 where two rows share the best reward,
-    and in a group of one.
+    With `norm_adv_by_std_in_grpo=false` the difference is not divided. All advantages are 0 if two rows share the best
+    reward, and in a group of one.
     """
     order = np.lexsort((data.rewards, data.group))
     group = data.group[order]
@@ -79,10 +79,10 @@ def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The pair of a group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the best response, -1 for the
-    worst, 0 for the others.
+    """Choose the pair of a group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the best response, -1
+    for the worst, 0 for the others.
 
-    Of equally good ones, one is taken. A group of equal rewards has no pair.
+    One response is taken among equally good ones. A group of equal rewards has no pair.
     """
     order = np.lexsort((data.rewards, data.group))
     first = np.flatnonzero(np.append(True, np.diff(data.group[order]) != 0)) if len(order) else order

@@ -5,11 +5,11 @@ facts in `pipeline/catalogue.py`; a user's own states them in `@register_adv_est
 rewards, any of:
 
 - `values`: a critic, and the stage that evaluates it;
-- `baselines`: a greedy response to every prompt, generated and scored beside its group;
+- `baselines`: a greedy response to every prompt, generated and scored with its group;
 - `sum_pi_squared`: a forward pass of the policy over its own responses;
 - `parts`: the named rewards that the reward function returned.
 
-Arrays are flat and float64: R rows with N response tokens, where row i owns the tokens `offsets[i]:offsets[i + 1]`.
+Arrays are flat and float64: R rows with N response tokens; row i owns the tokens `offsets[i]:offsets[i + 1]`.
 Rows whose reward failed never reach an estimator.
 """
 
@@ -26,33 +26,33 @@ from pipeline.registry import register
 
 @dataclass(frozen=True)
 class EstimatorInput:
-    """What an estimator may read."""
+    """The arrays that an estimator may read."""
 
     rewards: np.ndarray
     """[R] float64, reward of the whole response, penalties included."""
     group: np.ndarray
     """[R] int64, number of the row's group (samples of one prompt), from 0."""
     offsets: np.ndarray
-    """[R + 1] int64, where each row's tokens begin."""
+    """[R + 1] int64, first token of each row, and N at the end."""
     mask: np.ndarray
-    """[N] bool, true where the policy wrote the token; false on tokens of tools and environments."""
+    """[N] bool, true for tokens of the policy; false for tokens of tools and environments."""
     token_rewards: np.ndarray
     """[N] float64, the score on the row's last trained token, less the KL penalty of each trained token; 0 on others.
-    They add up to `rewards` in rows with a trained token. What an environment rewarded an answer with is on the last
-    trained token of that answer, and the rest of the score on the row's."""
+    They add up to `rewards` in rows with a trained token. An environment's reward for an answer is on the last trained
+    token of that answer, and the rest of the score on the row's."""
     log_probs: np.ndarray
     """[N] float64, log-probs that the tokens were sampled with."""
     values: np.ndarray | None = None
     """[N] float64, the critic's value before each token; None without a critic."""
     baselines: np.ndarray | None = None
-    """[R] float64, score of the prompt's greedy response; None where the estimator does not need it."""
+    """[R] float64, score of the prompt's greedy response; None if the estimator does not need it."""
     sum_pi_squared: np.ndarray | None = None
     """[N] float64, the policy's squared probabilities summed over the vocabulary, at each token; or None."""
     turns: np.ndarray | None = None
     """[N] int64, number of the answer that the token belongs to, from 0, and -1 on tokens of tools and environments;
-    None where rows are no episodes, which have one answer."""
+    None if rows are not episodes, and so have one answer."""
     parts: dict[str, np.ndarray] | None = None
-    """Name to [R] float64: the numbers the reward function returned for every row, and `score`; or None."""
+    """Name to [R] float64: the numbers that the reward function returned for every row, and `score`; or None."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -60,13 +60,13 @@ class EstimatorInput:
         return np.diff(self.offsets)
 
     def per_token(self, rows: np.ndarray) -> np.ndarray:
-        """[N] the row values [R] repeated over the row's tokens, 0 where the mask is false."""
+        """[N] the row values [R] repeated over the row's tokens, 0 if the mask is false."""
         return np.repeat(rows, self.lengths) * self.mask
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator returns."""
+    """The result of an estimator."""
 
     advantages: np.ndarray
     """[N] float64."""
@@ -78,8 +78,9 @@ AdvantageFunction = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 
 
 def register_adv_est(name: str, **facts: Any) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Decorator that makes an estimator of yours known as `algorithm.adv_estimator=name`, with `facts`, the fields of
-    `catalogue.Estimator`.
+    """Return a decorator that makes an estimator of yours known as `algorithm.adv_estimator=name`.
+
+    `facts` are the fields of `catalogue.Estimator`.
 
     Raises ValueError for an unknown scope or need, or if the name belongs to another function; TypeError for an unknown
     fact.

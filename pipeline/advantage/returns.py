@@ -1,11 +1,11 @@
 """Estimators of discounted sums of the rewards from each token on.
 
-Tokens of tools and environments are no steps: they are skipped, and their advantages and returns are 0. Below, t runs
+Tokens of tools and environments are not steps: they are skipped, and their advantages and returns are 0. Below, t runs
 over the trained tokens of a row, r_t is the token's reward and V_t the critic's value before it. Rewards and values
 after the last token are 0, also for a response that was cut at its length limit. gamma_t is `gamma` within a turn of an
 episode, and `gamma` times `turn_gamma` from the last token of a turn to the first of the next. The steps of an episode
-of several contexts are those of its contexts, one after the other: behind the last token of one comes V of the next
-one's first token, which stands behind another prompt.
+of several contexts are the steps of its contexts, one context after the other: the last token of a context is followed
+by V of the next context's first token, which has another prompt.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation (Schulman et al. 2016, equation 16): A_t = delta_t + gamma_t lam A_(t + 1).
 
     delta_t = r_t + gamma_t V_(t + 1) - V_t. The returns, the critic's target, are A_t + V_t. The advantages are then
-    whitened over the trained tokens of the batch (0 if they are all equal or fewer than two, where verl raises an
-    error). Groups do not matter.
+    whitened over the trained tokens of the batch. They are 0 if they are all equal or fewer than two; verl raises an
+    error then. Groups do not matter.
     """
     assert data.values is not None
     values, rewards = data.values[data.mask], data.token_rewards[data.mask]
@@ -55,13 +55,13 @@ def remax(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def _returns(data: EstimatorInput, config: AlgorithmConfig) -> np.ndarray:
-    """[N] discounted sum of rewards from each trained token on, 0 where the mask is false."""
+    """[N] discounted sum of rewards from each trained token on, 0 if the mask is false."""
     offsets = trained_offsets(data.mask, data.offsets)
     return spread(discounted(data.token_rewards[data.mask], offsets, _discounts(data, config)), data.mask)
 
 
 def _discounts(data: EstimatorInput, config: AlgorithmConfig) -> np.ndarray:
-    """The discount gamma_t from each trained token to the next one."""
+    """Return the discount gamma_t from each trained token to the next one."""
     turns = np.zeros(len(data.mask)) if data.turns is None else data.turns
     # The last token of a row has no next one, so that it may hold any number.
     later = np.maximum(np.diff(turns[data.mask], append=0), 0)

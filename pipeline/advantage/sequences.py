@@ -4,7 +4,7 @@ import numpy as np
 
 
 def trained_offsets(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[R + 1] int64, where each row begins in `x[mask]`, for a mask [N] bool."""
+    """[R + 1] int64, the first index of each row in `x[mask]`, for a mask [N] bool."""
     return np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
 
 
@@ -18,10 +18,10 @@ def spread(trained: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def discounted(values: np.ndarray, offsets: np.ndarray, factor: float | np.ndarray) -> np.ndarray:
     """[N] the sums y_t = x_t + f_t * y_(t + 1) from each token to the end of its row, over values x [N].
 
-    `factor` is f, one number or [N], of which the last one of a row is not read.
+    `factor` is f, one number or [N]; the factor at the last token of a row is not read.
 
-    One step of the loop takes one token of every row that is long enough, from the end. So rounding in a row depends on
-    that row alone; with differences of cumulative sums over the whole array it would not.
+    One step of the loop takes one token of every row that is long enough, from the end. So the rounding in a row
+    depends on no other row; with differences of cumulative sums over the whole array it would.
     """
     lengths = np.diff(offsets)
     by_length = np.argsort(-lengths, kind="stable")

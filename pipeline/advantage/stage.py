@@ -4,8 +4,8 @@ A row whose reward failed stays in the stream but not in its group's statistics;
 `drop_reason`, and trains nothing. Validation rows get advantages 0.
 
 With `algorithm.use_kl_in_reward` each trained token pays the KL to the reference policy, and a row's reward is its
-score less all that its tokens pay. The rewards that an environment gave to answers of an episode, where they are part
-of the score, go to the last tokens of these answers (`EstimatorInput.token_rewards`).
+score less all that its tokens pay. If the score contains the rewards that an environment gave to answers of an
+episode, these go to the last tokens of the answers (`EstimatorInput.token_rewards`).
 """
 
 import json
@@ -35,8 +35,8 @@ class Advantage:
 
     Args:
         config: settings of the algorithm.
-        store: knows the coefficient of the KL in the reward of each policy version; without it, rows must have the
-            column `kl_coef` where it is needed.
+        store: returns the coefficient of the KL in the reward for each policy version; without it, rows must have the
+            column `kl_coef` if it is needed.
         timeout: seconds without a heartbeat after which the wait for a version fails.
         turn_rewards: whether the rewards of answers (`spans`) are part of the score.
 
@@ -54,7 +54,7 @@ class Advantage:
         self._turn_rewards = turn_rewards
         self.estimator = get_adv_estimator(config.adv_estimator)
         self.scope, self.needs = self.estimator.scope, self.estimator.needs
-        # Column to who reads it.
+        # The reader of each column.
         self._reads = dict.fromkeys(("uid", "score", "rollout_log_probs"), "the advantage stage reads")
         reader = f"algorithm.adv_estimator {config.adv_estimator!r} needs"
         self._reads |= {NEED_COLUMNS[need]: reader for need in self.needs}
@@ -64,7 +64,7 @@ class Advantage:
             self._reads |= dict.fromkeys(("ref_log_probs", "kl_coef"), "algorithm.use_kl_in_reward needs")
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with the columns `ADVANTAGE` added.
+        """Return `table` with the columns `ADVANTAGE` added.
 
         Raises:
             ValueError: a needed column is missing or has not one entry per response token; a row without `reward_error`
@@ -109,7 +109,7 @@ class Advantage:
         return append(table, ADVANTAGE, columns)
 
     def _select(self, table: pa.Table, used: np.ndarray) -> pa.Table:
-        """The rows `used` [R], of which all columns that are read are there."""
+        """Select the rows `used` [R] and the columns that are read; raise ValueError if a column is missing."""
         for name, reader in self._reads.items():
             if name not in table.column_names:
                 writer = SCHEMA.field(name).metadata[b"writer"].decode()
@@ -182,8 +182,12 @@ class _Rows:
         self.kl = np.divide(total, trained, out=np.full(len(coef), np.nan), where=trained > 0)
 
     def estimator_input(self, part_keys: list[str] | None, turn_rewards: bool) -> EstimatorInput:
-        """The estimator's input; with `parts` if `part_keys`, the parts that every row must have, is not None, and with
-        the rewards of answers in their places if `turn_rewards`."""
+        """Build the estimator's input.
+
+        Args:
+            part_keys: reward parts that every row must have; None leaves out `parts`.
+            turn_rewards: whether the rewards of answers stand at the answers' last tokens.
+        """
         there = self.table.column_names
         spans = spans_of(self.table, self.offsets) if "spans" in there else None
         baseline = "has baseline {} and no reward_error; the baseline stage writes one of both"
@@ -202,7 +206,7 @@ class _Rows:
         )
 
     def row_of(self, token: int) -> int:
-        """The row that a token belongs to."""
+        """Return the row that a token belongs to."""
         return int(np.searchsorted(self.offsets, token, side="right")) - 1
 
     def _tokens(self, name: str) -> np.ndarray:
@@ -218,7 +222,7 @@ class _Rows:
         return values
 
     def _parts(self, keys: list[str]) -> dict[str, np.ndarray]:
-        """The score and every part of the reward that is a number (or truth value) in every row, each [R]."""
+        """Return the score and each reward part that is a number or truth value in every row, each [R]."""
         found = []
         for text in self.table["reward_parts"].to_pylist():
             parts = json.loads(text or "{}")
@@ -247,7 +251,7 @@ class _Rows:
             token_rewards[last[paid]] = spans.reward[paid]
             row, reward = spans.row[paid], spans.reward[paid]
             rest = rest - np.bincount(row, reward, len(rest))
-            # The score is a sum in float32; what rounding leaves is no reward.
+            # The score is a sum in float32, so the rest may be rounding.
             size = np.abs(self.scores) + np.bincount(row, np.abs(reward), len(rest))
             rest = np.where(np.abs(rest) <= np.finfo(np.float32).eps * size, 0.0, rest)
         last = self._last_trained(self.offsets[:-1], self.offsets[1:])
@@ -255,7 +259,7 @@ class _Rows:
         return token_rewards
 
     def _last_trained(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[K] int64, the last trained token of each stretch of tokens; -1 where none trains."""
+        """[K] int64, the last trained token of each stretch of tokens; -1 if none trains."""
         trained = np.concatenate([[-1], np.flatnonzero(self.mask)])
         last = trained[np.searchsorted(trained, ends) - 1]
         return np.where(last >= begins, last, -1)

@@ -27,7 +27,7 @@ def group_std(differences: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def group_sizes(group: np.ndarray) -> np.ndarray:
-    """[groups] int64, rows of each group; 1 for an unused number, for division."""
+    """Count the rows of each group: [groups] int64, with 1 for an unused number, so that one can divide by it."""
     return np.maximum(np.bincount(group), 1)
 
 
@@ -38,7 +38,7 @@ def normalised(values: np.ndarray, group: np.ndarray, by_std: bool) -> np.ndarra
 
 
 def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """[N] (x - mean) / sqrt(var + 1e-8) over the tokens with a true mask, ddof 1; 0 where the mask is false.
+    """[N] (x - mean) / sqrt(var + 1e-8) over the tokens with a true mask, ddof 1; 0 if the mask is false.
 
     Exactly 0 everywhere if these tokens are all equal or fewer than two.
     """

@@ -2,16 +2,16 @@
 
     G_k = r_k + turn_gamma G_(k + 1)        A_k = (G_k - mean) / (std + 1e-6)
 
-r_k is the sum of the rewards of the tokens of turn k (an answer of the policy), and mean and std (ddof 1) are those of
-G_k over the samples of the group that have a turn k. All trained tokens of turn k get A_k. So a turn gets no credit for
-what was rewarded before it, and is compared with turns that had as much of the episode ahead of them. It is close to
+r_k is the sum of the rewards of the tokens of turn k (an answer of the policy). Mean and std (ddof 1) run over the G_k
+of the samples of the group that have a turn k. All trained tokens of turn k get A_k. So a turn gets no credit for
+rewards before it, and is compared with turns that had as much of the episode ahead of them. It is close to
 GTPO (Ding et al. 2025, arXiv 2511.14846), which normalises discounted returns too, and to MT-GRPO (Zeng et al. 2025,
 arXiv 2505.11821).
 
-The mean of returns is a baseline that depends on what was before the turn alone. A sum of normalised rewards would not
-be one: the policy's own choice to end the episode would decide how many means are subtracted.
+The mean of returns is a baseline that depends only on the episode before the turn. A sum of normalised rewards would
+not be one: the policy's own choice to end the episode would decide how many means are subtracted.
 
-A turn of which no token trains does not count. A turn that no other sample of the group has, and turns of equal
+A turn without trained tokens does not count. A turn that no other sample of the group has, and turns of equal
 returns, have advantages of exactly 0; in rows of one turn this is `grpo`. The returns are G_k.
 """
 
@@ -24,7 +24,7 @@ from pipeline.config.algorithm import AlgorithmConfig
 
 
 def turn_grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The module's formula; with `norm_adv_by_std_in_grpo=false` A_k = G_k - mean."""
+    """Apply the module's formula; with `norm_adv_by_std_in_grpo=false` A_k = G_k - mean."""
     rows = np.repeat(np.arange(len(data.rewards)), data.lengths)[data.mask]
     turns = np.zeros(len(rows), np.int64) if data.turns is None else data.turns[data.mask]
     shape = len(data.rewards), int(turns.max(initial=0)) + 1

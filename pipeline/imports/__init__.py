@@ -21,27 +21,27 @@ class NotCode(ValueError):
 
 
 def split(spec: str) -> tuple[str, str]:
-    """The file or module, and the name after the colon; the name is empty if there is none."""
+    """Return the file or module, and the name after the colon; the name is empty if there is none."""
     code, colon, name = spec.rpartition(":")
     return (code, name) if colon and "/" not in name else (spec, "")
 
 
 def is_file(code: str) -> bool:
-    """Whether `code` is the path of a Python file, else it is the name of a module."""
+    """Return whether `code` is the path of a Python file, else it is the name of a module."""
     return code.endswith(".py")
 
 
 def is_spec(spec: str) -> bool:
-    """Whether the text has the form `package.module:Name` or `file.py:Name`."""
+    """Return whether the text has the form `package.module:Name` or `file.py:Name`."""
     code, name = split(spec)
     return name.isidentifier() and (is_file(code) or bool(_MODULE.fullmatch(code)))
 
 
 def load(code: str) -> ModuleType:
-    """The module of a file or of a dotted name, imported once in a process.
+    """Return the module of a file or of a dotted name, imported once in a process.
 
     Raises:
-        NotCode: there is no such file, and the text cannot be the name of a module.
+        NotCode: the file does not exist, or the text cannot be the name of a module.
         BaseException: anything that the code raises, `SystemExit` of a script included.
     """
     if not is_file(code) and _MODULE.fullmatch(code):

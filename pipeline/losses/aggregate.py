@@ -1,4 +1,4 @@
-"""From token losses to one number, normalised over the whole global mini-batch."""
+"""Aggregation of token losses to one number, normalised over the whole global mini-batch."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from pipeline.config.learner import AGG_MODES
 def agg_loss(
     per_token: Tensor, mask: Tensor, mode: str, row_index: Tensor, sequences: int, scale_factor: float
 ) -> Tensor:
-    """A micro-batch's part of the loss of the global mini-batch: the sum of all parts divided by `agg_divisor` is
+    """Return a micro-batch's part of the loss of the global mini-batch: the sum of parts divided by `agg_divisor` is
 
     - `token-mean`: sum_t loss / tokens
     - `token-sum`: sum_t loss
@@ -22,7 +22,7 @@ def agg_loss(
 
     Args:
         per_token: [N] losses.
-        mask: [N] 1 where the token counts.
+        mask: [N] 1 if the token counts.
         mode: one of `AGG_MODES`.
         row_index: [N] sequence number of each token. Sequences are never split.
         sequences: S, number of sequences.

@@ -21,8 +21,8 @@ def covariances(tokens: Candidates) -> np.ndarray:
 
 
 def clip_cov_mask(tokens: Candidates, config: ActorConfig) -> np.ndarray:
-    """[M] bool: a random `clip_cov_ratio` of the M tokens, at least one, out of those that PPO does not clip and whose
-    covariance lies between `clip_cov_lb` and `clip_cov_ub`; all of those if they are fewer."""
+    """[M] bool: a random `clip_cov_ratio` of the M tokens, at least one, among the tokens that PPO does not clip and
+    whose covariance lies between `clip_cov_lb` and `clip_cov_ub`; all of these if they are fewer."""
     options = config.policy_loss
     covariance = covariances(tokens)
     eligible = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub) & ~_clipped(tokens, config)
@@ -54,10 +54,10 @@ def clip_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def kl_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """KL-Cov (Cui et al. 2025): `-A r`, plus `ppo_kl_coef |log r|` for the tokens of `kl_cov_mask`.
 
-    The penalty's log ratio is not clamped, because the penalty matters most where the policies are far apart.
+    The penalty's log ratio is not clamped, because the penalty matters most if the policies are far apart.
 
-    Metrics: `cov_frac`, tokens with the penalty; `ppo_kl` (verl shows the mean absolute value here, which no other
-    loss's can be compared with).
+    Metrics: `cov_frac`, tokens with the penalty; `ppo_kl` (verl shows the mean absolute value here, which cannot be
+    compared with other losses).
     """
     token_mask = _token_mask(data, "kl_cov")
     penalty = config.policy_loss.ppo_kl_coef * data.masked(data.log_probs - data.old_log_probs).abs()

@@ -7,16 +7,16 @@ from pipeline.kl_estimate import estimate
 
 
 def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """[N] estimate of KL(policy || reference) at each token, in nats; 0 where masked.
+    """[N] estimate of KL(policy || reference) at each token, in nats; 0 for masked tokens.
 
-    The gradient of a plain kind is not that of the KL: for tokens sampled from the policy, the gradient of k1 is 0 on
-    average, and that of k3 is the gradient of KL(reference || policy). With a trailing `+` the value is the kind's, and
-    the gradient is k2's, (log p - log q) grad log p, which is that of KL(policy || reference) on average.
+    The gradient of a plain kind is not the gradient of the KL. For tokens sampled from the policy, the gradient of k1
+    is 0 on average, and k3 has the gradient of KL(reference || policy). With a trailing `+` the value is the kind's,
+    and the gradient is k2's, (log p - log q) grad log p: on average the gradient of KL(policy || reference).
 
     Args:
         log_probs: [N] under the policy that is trained, with gradient.
         ref_log_probs: [N] under the reference policy.
-        mask: [N] 1 where the token counts (any dtype); masked values are not read.
+        mask: [N] 1 if the token counts (any dtype); masked values are not read.
         kind: a key of `pipeline.kl_estimate.NAMES`, with or without a trailing `+`.
 
     Raises ValueError for an unknown kind.

@@ -11,16 +11,16 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 def online_dpo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on the best and the worst response of each group.
 
-    The loss of a pair is L = -log sigmoid(beta h), where h is its `pair_margin`. Its gradient is that of the sum of
+    The loss of a pair is L = -log sigmoid(beta h), and h is its `pair_margin`. L has the same gradient as the sum of
     -beta sigmoid(-beta h) A log_probs over the tokens of both responses, with A = 1 for the better one and -1 for the
     worse one (Rafailov et al. 2023, arXiv 2305.18290, section 4), and h is known before the step. So each response is
-    trained alone.
+    trained by itself.
 
-    With `seq-mean-token-sum` the loss of a mini-batch, and its gradient, are those of the mean of L over its pairs.
-    For that, a response has the value L and twice its own gradient: the mean is over twice as many responses.
+    With `seq-mean-token-sum` the loss of a mini-batch, and its gradient, equal the mean of L over its pairs. For this,
+    a response has the value L and twice its own gradient: the mean is over twice as many responses.
 
     Metrics: `reward_margin`, the mean of beta h; `reward_accuracy`, the share of responses whose pair has h above 0
-    (half where h = 0); `ppo_kl`, which the loss does not use.
+    (half if h = 0); `ppo_kl`, which the loss does not use.
     """
     if data.pair_margin is None:
         raise ValueError("policy loss 'online_dpo' was called without `pair_margin`, the margin of each token's pair")

@@ -18,7 +18,7 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
         config: gives the bounds.
 
     Returns:
-        losses [N], and [N] bool where the clipped term is the larger one: that token has no gradient.
+        losses [N], and [N] bool, true if the clipped term is the larger one: that token has no gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -28,8 +28,8 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
 def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """PPO's clipped loss with separate clip bounds and the dual clip (Ye et al. 2020, equation 5).
 
-    `ppo_clip`, and where A < 0 at most `-A c`: otherwise one token whose probability rose a lot on a bad response
-    could dominate the gradient.
+    The loss is `ppo_clip`, and at most `-A c` if A < 0. Otherwise one token whose probability rose a lot on a bad
+    response could dominate the gradient.
 
     Metrics:
     `pg_clipfrac`: tokens whose clipped term is the larger one (no gradient);
@@ -47,8 +47,8 @@ def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
 
-    `-sg(clip(r, 1 - low, 1 + high)) A log_probs`, where sg stops the gradient. Every token has a gradient; only its
-    weight is bounded.
+    The loss is `-sg(clip(r, 1 - low, 1 + high)) A log_probs`; sg stops the gradient. Every token has a gradient; only
+    its weight is bounded.
 
     Metrics: `pg_clipfrac`, tokens whose weight is clipped; `ppo_kl`.
     """
@@ -61,8 +61,8 @@ def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary total variation (Qi et al. 2026, arXiv 2602.04879): a trust region in probabilities.
 
-    `-A sg(min(r, c)) log_probs` while the sampled token's probability p lies within the bound in the direction of the
-    update: p - p_old <= high where A > 0, p_old - p <= low elsewhere. Beyond it, 0.
+    The loss is `-A sg(min(r, c)) log_probs` while the sampled token's probability p lies within the bound in the
+    direction of the update: p - p_old <= high if A > 0, p_old - p <= low otherwise. Beyond it, the loss is 0.
 
     Here `clip_ratio_low` and `clip_ratio_high` are differences of probabilities, and `clip_ratio_c` is c, which
     truncates the importance weight. Its default of 3 is meant for the dual clip; 20 truncates fewer weights.
@@ -81,8 +81,8 @@ def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): `dppo_tv` with another distance.
 
     The distance is KL(p_old || p) of the two distributions over "this token" and "any other token". The bounds, in
-    nats, are `clip_ratio_high` where A > 0 and `clip_ratio_low` elsewhere. A token that the update moves back towards
-    p_old (p <= p_old where A > 0, p >= p_old elsewhere) trains at any distance.
+    nats, are `clip_ratio_high` if A > 0 and `clip_ratio_low` otherwise. A token that the update moves back towards
+    p_old (p <= p_old if A > 0, p >= p_old otherwise) trains at any distance.
 
     Metrics as in `dppo_tv`.
     """
@@ -98,8 +98,8 @@ def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite where only the new p is 1."""
-    # expm1 and xlogy are exact for p near 1, where most tokens are.
+    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite if only the new p is 1."""
+    # expm1 and xlogy are exact for p near 1, and most tokens are near 1.
     rest_old, rest_new = -torch.expm1(old.clamp(max=0.0)), -torch.expm1(new.clamp(max=0.0))
     rest = torch.special.xlogy(rest_old, rest_old) - torch.special.xlogy(rest_old, rest_new)
     return old.exp() * (old - new) + rest

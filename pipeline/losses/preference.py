@@ -36,7 +36,7 @@ class PreferenceInput:
 
 
 PreferenceFunction = Callable[[PreferenceInput, PreferenceLossConfig], Tensor]
-"""Returns [C] losses of the pairs, or [C + R] losses of the answers where the loss is not one of pairs."""
+"""Returns [C] losses of the pairs, or [C + R] losses of the answers if the loss does not compare pairs."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class PreferenceLoss(Entry):
     """A registered loss."""
 
     paired: bool = True
-    """Whether it compares the two sides of a pair; else it reads single answers, and `kl`."""
+    """True if the loss compares the two sides of a pair. Otherwise it reads single answers, and `kl`."""
 
 
 _LOSSES: dict[str, PreferenceLoss] = {}
 
 
 def register_preference_loss(name: str, paired: bool = True) -> Callable[[PreferenceFunction], PreferenceFunction]:
-    """Decorator that makes a loss known as `loss.type=name`.
+    """Return a decorator that makes a loss known as `loss.type=name`.
 
     Raises ValueError if the name belongs to another function.
     """
@@ -64,7 +64,7 @@ def register_preference_loss(name: str, paired: bool = True) -> Callable[[Prefer
 
 
 def get_preference_loss(name: str) -> PreferenceLoss:
-    """The loss of `loss.type`: a registered name or an import path `package.module:function`.
+    """Return the loss of `loss.type`: a registered name or an import path `package.module:function`.
 
     Raises ValueError as `look_up` does.
     """
@@ -114,9 +114,9 @@ def kto(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 
 def checked(loss: PreferenceLoss, data: PreferenceInput, losses: object) -> Tensor:
-    """What a loss returned, if it has the right form.
+    """Return `losses`, the return value of a loss, after a check of its form.
 
-    Raises ValueError otherwise.
+    Raises ValueError if the form is wrong.
     """
     wanted = len(data.chosen) + (0 if loss.paired else len(data.rejected))
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

@@ -47,7 +47,7 @@ class LossInput:
     advantages: Tensor
     """[N]."""
     mask: Tensor
-    """[N] 1 where the token trains, else 0 (any dtype)."""
+    """[N] 1 if the token trains, else 0 (any dtype)."""
     row_index: Tensor
     """[N] int64, sequence number of each token, from 0."""
     sequences: int
@@ -56,7 +56,7 @@ class LossInput:
     """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
     pair_margin: Tensor | None = None
     """[N] for losses that are `of_pairs`: the log ratio of policy and reference of the better response of the token's
-    pair, less that of the worse one, in nats, under the policy before the step; None for others."""
+    pair, less the log ratio of the worse one, in nats, under the policy before the step; None for others."""
 
     @property
     def keep(self) -> Tensor:
@@ -64,12 +64,12 @@ class LossInput:
         return self.mask > 0
 
     def masked(self, values: Tensor) -> Tensor:
-        """[N] `values` with zeros where masked."""
+        """[N] `values`, with zeros for masked tokens."""
         return torch.where(self.keep, values, values.new_zeros(()))
 
     @property
     def log_ratio(self) -> Tensor:
-        """[N] log_probs - old_log_probs, clamped to plus or minus `MAX_LOG_RATIO`; 0 where masked."""
+        """[N] log_probs - old_log_probs, clamped to plus or minus `MAX_LOG_RATIO`; 0 for masked tokens."""
         return self.masked(self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class LossInput:
 
 
 LossFunction = Callable[[LossInput, ActorConfig], tuple[Tensor, Sums]]
-"""Returns per-token losses [N], 0 where masked, and `{"pg_clipfrac": (sum, count), ...}`."""
+"""Returns per-token losses [N], 0 for masked tokens, and `{"pg_clipfrac": (sum, count), ...}`."""
 
 
 def token_sums(data: LossInput, **events: Tensor) -> Sums:
@@ -105,7 +105,7 @@ class Candidates:
     advantages: np.ndarray
     """[M] float64."""
     keys: np.ndarray
-    """[M] float64, uniform random numbers in [0, 1). They depend on the run's seed, the step and the token alone, so a
+    """[M] float64, uniform random numbers in [0, 1). They depend only on the run's seed, the step and the token, so a
     choice by them is the same for any number of ranks."""
 
 
@@ -114,8 +114,9 @@ TokenMaskFunction = Callable[[Candidates, ActorConfig], np.ndarray]
 
 
 def register_policy_loss(name: str, **facts: Any) -> Callable[[LossFunction], LossFunction]:
-    """Decorator that makes a loss of yours known as `actor.policy_loss.loss_mode=name`, with `facts`, the fields of
-    `catalogue.PolicyLoss`.
+    """Return a decorator that makes a loss of yours known as `actor.policy_loss.loss_mode=name`.
+
+    `facts` are the fields of `catalogue.PolicyLoss`.
 
     Raises ValueError if the name belongs to another function, TypeError for an unknown fact.
     """
@@ -128,7 +129,7 @@ def register_policy_loss(name: str, **facts: Any) -> Callable[[LossFunction], Lo
 
 
 def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:
-    """The return value of a loss, checked for its form: losses [N] and sums.
+    """Check the return value of a loss for its form, losses [N] and sums, and return it.
 
     Raises ValueError if it has another form.
     """

@@ -14,9 +14,9 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), in its token-level form (section 4.3).
 
-    The ratio of a sequence is s = exp(mean over its tokens of log r). Token t has s_t = s * p_t / sg(p_t), where sg
-    stops the gradient, and the loss is `ppo_clip` of s_t. With `seq-mean-token-mean` and one advantage per sequence the
-    gradient is that of the clipped objective of s. The paper takes clip bounds of 3e-4 and 4e-4.
+    The ratio of a sequence is s = exp(mean over its tokens of log r). Token t has s_t = s * p_t / sg(p_t), and sg stops
+    the gradient. The loss is `ppo_clip` of s_t. With `seq-mean-token-mean` and one advantage per sequence the gradient
+    equals the gradient of the clipped objective of s. The paper takes clip bounds of 3e-4 and 4e-4.
 
     Metrics: `pg_clipfrac`, tokens whose clipped term is the larger one (no gradient); `ppo_kl`.
     """
@@ -31,14 +31,14 @@ def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def geo_mean(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Geometric-mean policy optimisation, GMPO (Zhao et al. 2025, arXiv 2507.20673).
 
-    The loss of a sequence is -A exp(mean over its tokens of the clipped log r), where A is the mean advantage of its
-    tokens. Log r is clipped on PPO's side: at most `clip_ratio_high` where A > 0, at least -`clip_ratio_low` where
-    A < 0. The paper takes 0.4 for both. Each token has the loss of its sequence, so `seq-mean-token-mean` gives the
-    mean over sequences.
+    The loss of a sequence is -A exp(mean over its tokens of the clipped log r), and A is the mean advantage of its
+    tokens. Log r is clipped on PPO's side: at most `clip_ratio_high` if A > 0, at least -`clip_ratio_low` if A < 0. The
+    paper takes 0.4 for both. Each token has the loss of its sequence, so `seq-mean-token-mean` gives the mean over
+    sequences.
 
     verl differs: it ignores the aggregation mode, multiplies a sequence's loss by the geometric mean of its importance
     weights (here they multiply the tokens' losses), and takes the side of the clip from each token's advantage. Both
-    sides agree where the advantage is constant over the sequence; elsewhere verl's leaves tokens of the other sign
+    sides agree if the advantage is constant over the sequence. Otherwise verl's leaves tokens of the other sign
     unbounded on the side that lowers the loss.
 
     Metrics:

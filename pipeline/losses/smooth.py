@@ -10,9 +10,10 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a gate in place of the clip.
 
-    `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` where A > 0, else `tau_neg`. At r = 1 the gradient is that
-    of `-A r`; it fades smoothly on both sides, faster for a larger tau. The value estimates no objective (it is
-    -2 A / tau at r = 1), so compare it within a run only. verl always takes the paper's `seq-mean-token-mean`.
+    The loss is `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` if A > 0, else `tau_neg`. At r = 1 it has the
+    gradient of `-A r`; the gradient fades smoothly on both sides, faster for a larger tau. The value estimates no
+    objective (it is -2 A / tau at r = 1), so compare it only within a run. verl always takes the paper's
+    `seq-mean-token-mean`.
 
     Metrics: `ppo_kl`.
     """
@@ -26,8 +27,8 @@ def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107) with given advantages.
 
-    `-(A log_probs - beta / 2 (log r)^2)`: the policy gradient, and a quadratic pull back to the old policy for every
-    token. The pull is not clamped, because it matters most where the policies are far apart.
+    The loss is `-(A log_probs - beta / 2 (log r)^2)`: the policy gradient, and a quadratic pull back to the old policy
+    for every token. The pull is not clamped, because it matters most if the policies are far apart.
 
     Metrics: `ppo_kl`.
 

@@ -21,11 +21,11 @@ def value_loss(
         values: [N] of the critic that is trained, with gradient.
         old_values: [N] in the row, from which the advantages were computed.
         returns: [N] targets R.
-        mask: [N] 1 where the token counts (any dtype); masked values are not read.
+        mask: [N] 1 if the token counts (any dtype); masked values are not read.
         cliprange_value: c, not negative.
 
     Returns:
-        losses [N], 0 where masked, and sums of `vf_clipfrac` (tokens whose clipped term is the larger one) and
+        losses [N], 0 for masked tokens, and sums of `vf_clipfrac` (tokens whose clipped term is the larger one) and
         `vpred_mean` (values).
     """
     keep = mask > 0
@@ -44,7 +44,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[M
     """Moments of the residuals R - V and of the returns R [N], in float64; (0, 0, 0) if the mask [N] is all 0.
 
     Moments of several parts merge exactly. The explained variance 1 - Var(R - V) / Var(R) is
-    1 - residuals[2] / returns[2] of the merged moments, undefined where returns[2] is 0.
+    1 - residuals[2] / returns[2] of the merged moments, undefined if returns[2] is 0.
     """
     keep = mask > 0
     kept = returns.detach()[keep].double()

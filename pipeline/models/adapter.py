@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", "default"
-"""What peft puts before the names of a model, and what it calls an adapter."""
+"""peft's prefix of the names of a model, and its name of an adapter."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -33,26 +33,26 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Entries of `adapter_config.json` with which an adapter is W + alpha / r * B A and nothing more; null is as good."""
 CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
-"""How `init_lora_weights` begins where it took a part out of W, which peft does again when it loads the adapter."""
+"""Beginnings of `init_lora_weights` that took a part out of W, which peft does again when it loads the adapter."""
 
 
 def peft_name(name: str) -> str:
-    """The name in an adapter's file of a tensor that the model with the adapter calls `name`."""
+    """Return the name in an adapter's file of a tensor that the model with the adapter calls `name`."""
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 def module_name(name: str) -> str:
-    """The layer that a tensor of an adapter's file belongs to."""
+    """Return the layer that a tensor of an adapter's file belongs to."""
     return name.removeprefix(PREFIX).partition(".lora_")[0]
 
 
 def settings_of(config: LoraConfig, base: str | None, names: Iterable[str]) -> dict[str, Any]:
-    """The content of `adapter_config.json`.
+    """Return the content of `adapter_config.json`.
 
     Args:
         config: rank, scale and targets.
         base: the base model's folder or hub name.
-        names: of the tensors in the file. Layers without low-rank matrices, such as a new head, are trained whole.
+        names: tensors in the file. Layers without low-rank matrices, such as a new head, are trained whole.
     """
     names = list(names)
     whole = sorted({module_name(name).rpartition(".")[0].rpartition(".")[2] for name in names if ".lora_" not in name})
@@ -86,11 +86,11 @@ def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor
 def problems(
     config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None, key: str = "model.path"
 ) -> Iterator[str]:
-    """Sentences on targets and a starting adapter that cannot be used with a base model.
+    """Yield sentences on targets and a starting adapter that cannot be used with a base model.
 
     Args:
         config: `model.lora`.
-        matrices: shapes (outputs, inputs) of the base's linear layers by name; none where they are not known.
+        matrices: shapes (outputs, inputs) of the base's linear layers by name; empty if they are not known.
         base: the base, for the sentences.
         key: its setting.
     """
@@ -166,5 +166,5 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
 
 
 def count(config: LoraConfig, matrices: Mapping[str, tuple[int, int]]) -> int:
-    """Numbers of the adapter of a base with these linear layers."""
+    """Count the numbers of the adapter of a base with these linear layers."""
     return config.rank * sum(sum(matrices[name]) for name in config.chosen(list(matrices)))

@@ -1,12 +1,12 @@
-"""Which passes a model can take, by its configuration; nothing here loads torch."""
+"""The passes that a model can take, by its configuration; nothing here loads torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def why_padded(config: Any) -> str | None:
-    """Why a decoder cannot attend over packed rows; None if nothing in its `transformers` configuration speaks against
-    it."""
+    """Return the reason why a decoder cannot attend over packed rows; None if its `transformers` configuration gives
+    none."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
         return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
@@ -17,17 +17,17 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
-"""What model families call the positions that they have."""
+"""Names of the number of positions in the configurations of model families."""
 
 LONG_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of position embedding whose `max_position_embeddings` is the length with their factor."""
 
 
 def most_positions(config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The longest row that a model takes, in tokens, and the entries of `config.json` that say so; None if none does.
+    """Return the longest row that a model takes, in tokens, and the entries of `config.json` that set it, or None.
 
-    As vLLM and `transformers` have it: a factor makes the length of `linear` and `dynamic` positions longer, and that
-    of YaRN if `max_position_embeddings` is still the original one, as model cards write it.
+    The rules are vLLM's and `transformers`': a factor makes the length of `linear` and `dynamic` positions longer. It
+    makes YaRN's longer if `max_position_embeddings` is still the original length, as model cards write it.
     """
     lengths = [(config[name], name) for name in LENGTHS if _is_size(config.get(name))]
     if _is_size(config.get("model_max_length")):
@@ -48,7 +48,7 @@ def most_positions(config: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 def longer_positions(config: Mapping[str, Any]) -> dict[str, int]:
-    """Entries of `config.json` with which vLLM takes rows as long as `most_positions` says; none if it does so already.
+    """Return entries of `config.json` that let vLLM take rows as long as `most_positions`; empty if it does so already.
 
     The factor of YaRN is applied to the original length, which they do not change.
     """
@@ -60,7 +60,7 @@ def longer_positions(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Settings of a model's rotary positions, one for all layers or one for each kind of layer."""
+    """Return the settings of a model's rotary positions, one for all layers or one for each kind of layer."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         return []

@@ -6,11 +6,11 @@
 Everything but attention works on single tokens, so no token passes twice and none is padding. Attention gathers the
 queries, keys and values of each context, and runs under a plain causal mask:
 
-- Contexts of similar length attend in one call, padded on the right to the longest, where no token sees the padding.
-  Many short ones would be a slow loop, and a long one beside short ones would waste work.
-- Where responses share a prompt that is not very short, only the responses ask, with the mask of a causal attention
-  that begins behind the prompt. CPUs compute what a mask hides, so there long responses ask part by part, each part the
-  tokens up to its end.
+- Contexts of similar length attend in one call, padded on the right to the longest; no token sees the padding. Many
+  short ones would be a slow loop, and a long one with short ones would waste work.
+- If responses share a prompt that is not very short, only the responses have queries, with the mask of a causal
+  attention that begins after the prompt. CPUs compute what a mask hides, so long responses are computed there part by
+  part, each part with the tokens up to its end.
 - On GPUs, in bfloat16 or float16, all contexts are one call of flash attention's kernel for rows of any length, if the
   kernel gives the same numbers there.
 
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 PACKED = "packed"
 """Name of this attention in `transformers`."""
 LONG_PROMPT = 16
-"""Tokens of a shared prompt from which responses alone ask; below, fewer calls are faster."""
+"""Tokens of a shared prompt from which only responses have queries; below, fewer calls are faster."""
 MASKED_QUERIES = 256
-"""Most tokens that ask in a masked call on a CPU."""
+"""Most queries in a masked call on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -48,32 +48,32 @@ class Block:
     queries: Tensor
     """[C * Q] int64, positions in the packed sequence; the padding is the context's last one."""
     keys: Tensor
-    """[C * K] int64; `queries` itself where the context asks as a whole, else the last Q of each K ask."""
+    """[C * K] int64; `queries` itself if whole contexts have queries, else the last Q of each K have them."""
     mask: Tensor | None
     """[Q, K] bool, None for plain causal attention."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the contexts of a packed sequence of T tokens are."""
+    """Places of the contexts in a packed sequence of T tokens."""
 
     blocks: list[Block]
     answers: Tensor
-    """[T] int64, which output of the blocks, one after the other, is that of each position."""
+    """[T] int64, index of each position's output in the outputs of the blocks, one block after the other."""
     keys: Tensor | None
     """[sum of lengths] int64, positions of the contexts' tokens, context after context; None if these are all in order,
     as without shared prompts."""
     query_ends: Tensor
-    """[C + 1] int32, where each context's own tokens begin and end in the packed sequence: without a shared prompt."""
+    """[C + 1] int32, cumulative lengths of the contexts' own tokens; a shared prompt belongs to its first context."""
     key_ends: Tensor
-    """[C + 1] int32, the same of whole contexts in `keys`."""
+    """[C + 1] int32, cumulative lengths of the contexts in `keys`, prompts included."""
     longest: tuple[int, int]
-    """Most tokens of a context, its own and all."""
+    """Most own tokens of a context, and most tokens."""
     share: Share | None = None
-    """Which positions are this rank's; None for all."""
+    """Positions of this rank; None for all."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same layout on `device`."""
+        """Return the same layout on `device`."""
 
         def moved(part: Any) -> Any:
             tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
@@ -84,22 +84,22 @@ class Layout:
 
 
 def layout(contexts: np.ndarray, total: int) -> Layout:
-    """The layout of C contexts in a packed sequence of `total` tokens, each of which belongs to a context.
+    """Compute the layout of C contexts in a packed sequence of `total` tokens; every token belongs to a context.
 
     Args:
-        contexts: [C, 4] int64: where the prompt begins, its tokens, where the response begins, and its tokens; at least
-            one in a context that is not the first behind its prompt. Those of the same prompt are neighbours.
+        contexts: [C, 4] int64: start of the prompt, its tokens, start of the response, and its tokens; at least one
+            token in a context that is not the first of its prompt. Contexts of the same prompt are neighbours.
         total: tokens of the sequence.
     """
     prompts, prompt_counts, responses, counts = contexts.T
     shares = np.diff(prompts, prepend=-1) == 0
     lengths = prompt_counts + counts
     silent = np.where(shares & (prompt_counts >= LONG_PROMPT), prompt_counts, 0)
-    """Tokens at the beginning of each context that do not ask in its block."""
+    """Tokens at the beginning of each context without a query in its block."""
     asking = lengths - silent
 
     def positions(members: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Where these tokens of these contexts are in the sequence."""
+        """Return the places of these tokens of these contexts in the sequence."""
         behind = places - prompt_counts[members]
         return np.where(behind < 0, prompts[members] + places, responses[members] + behind)
 
@@ -147,16 +147,16 @@ def attend(
     packing: Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of `transformers`' interface.
+    """Compute attention through the interface of `transformers`.
 
     Args:
         module: the attention layer.
         query: [1, heads, T, D], the packed sequence; with a share T / S positions of it.
-        key, value: [1, key heads, T, D], as many.
+        key, value: [1, key heads, T, D], with as many positions.
         attention_mask: only without `packing`.
-        scaling: of the scores; None for one over the root of D.
-        packing: where the contexts are; None for `transformers`' own attention over rows. With a share a collective.
-        options: of that attention.
+        scaling: factor of the scores; None for one over the root of D.
+        packing: places of the contexts; None for `transformers`' own attention over rows. With a share a collective.
+        options: further arguments of `transformers`' own attention.
 
     Returns:
         [1, T, heads, D], with a share T / S positions of it; and None in place of the attention's weights.
@@ -234,10 +234,10 @@ def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) ->
 
 @functools.cache
 def has_varlen(device: int, dtype: torch.dtype) -> bool:
-    """Whether flash attention's kernel for rows of any length gives the right numbers on this GPU."""
+    """Return whether flash attention's kernel for rows of any length gives the right numbers on this GPU."""
     where, generator = torch.device("cuda", device), torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 64, generator=generator) for heads in (4, 2, 2))
-    # A prompt of three tokens with two responses, and a context alone.
+    # A prompt of three tokens with two responses, and a single context.
     made = layout(np.array([[0, 3, 3, 2], [0, 3, 5, 2], [7, 1, 8, 1]]), 9)
     expected = attend(None, query, key, value, None, packing=made)[0]
     try:
@@ -250,7 +250,7 @@ def has_varlen(device: int, dtype: torch.dtype) -> bool:
 
 
 def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Packed rows need no mask, and neither do rows padded on the right, which bring none."""
+    """Return no mask for packed rows, which need none, nor for rows padded on the right, which bring none."""
     from transformers.masking_utils import sdpa_mask
 
     return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
@@ -268,14 +268,14 @@ def register() -> None:
 def hidden_states(
     decoder: Any, input_ids: Tensor, index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
 ) -> Tensor:
-    """Hidden states [N, H] of the flat positions `index` [N] of `input_ids` [B, T]; with a share [n, H] of this rank's.
+    """Hidden states [N, H] at the flat positions `index` [N] of `input_ids` [B, T]; with a share, this rank's [n, H].
 
     Args:
-        decoder: of a causal language model.
-        input_ids: [1, T] packed; else [B, T] padded on the right, where no token sees the padding behind it.
+        decoder: decoder of a causal language model.
+        input_ids: [1, T] packed; else [B, T] padded on the right, so that no token sees padding.
         index: int64.
         positions: [1, T] int64, positions in each context, if packed.
-        packing: where the contexts are, if packed.
+        packing: places of the contexts, if packed.
     """
     if packing is not None and (share := packing.share) is not None:
         assert positions is not None

@@ -1,7 +1,7 @@
-"""The attention of a model: one that computes all that the model's layers ask for.
+"""A check that a model's attention computes all that the model's layers need.
 
-A layer of `transformers` hands its attention function what its family needs: a cap on the scores (Gemma 2), sinks
-(gpt-oss), a bias. A function that does not know an argument leaves it out without a word, and the engine does not. So
+A layer of `transformers` hands its attention function the arguments that its family needs: a cap on the scores (Gemma
+2), sinks (gpt-oss), a bias. A function that does not know an argument ignores it silently, and the engine does not. So
 the chosen function is compared with the family's own code (`eager`), with the arguments that the layers really pass.
 """
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 def choose_attention(lm: Any) -> str | None:
     """Let `lm`, a whole model of `transformers`, attend by `eager` if its attention leaves something out.
 
-    Returns a clause that says so, and None if the attention remains: it computes the same, or does not run here.
+    Returns a clause on the change; None if the attention remains, since it computes the same or does not run here.
     """
     from transformers.modeling_utils import AttentionInterface
 
@@ -73,7 +73,7 @@ def _left_out(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> list[str] | None:
-    """The arguments that explain why two attention functions give other numbers; None if they give the same."""
+    """Return the arguments that explain why two attention functions give different numbers; None if they agree."""
     query, key, value = (part.float() for part in states)
     if "dropout" in options:
         options = options | {"dropout": 0.0}

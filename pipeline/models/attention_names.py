@@ -11,7 +11,7 @@ def check_attention(model: ModelConfig) -> None:
     """Refuse a `model.attn_implementation` that `transformers` does not have; a name with a slash is one of the Hub.
 
     Raises:
-        ValueError: a sentence with the names that there are.
+        ValueError: a sentence with the known names.
     """
     name = model.attn_implementation
     if name in PLAIN or "/" in name:

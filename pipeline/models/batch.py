@@ -29,7 +29,7 @@ class TokenBatch:
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
-        """The tokens of generated rows, as views of Arrow's buffers where rows are one context.
+        """Read the tokens of generated rows, as views of Arrow's buffers if rows are one context.
 
         Raises ValueError as `unfold` does.
         """
@@ -40,7 +40,7 @@ class TokenBatch:
 
     @property
     def are_contexts(self) -> bool:
-        """Whether every row is one context, so that rows and contexts have the same numbers."""
+        """True if every row is one context, so that rows and contexts have the same numbers."""
         return bool(self.context_offsets[-1] == len(self))
 
     @property
@@ -54,11 +54,11 @@ class TokenBatch:
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
     def rows_of(self, contexts: np.ndarray) -> np.ndarray:
-        """The row that each of these contexts belongs to."""
+        """Return the row of each of these contexts."""
         return np.searchsorted(self.context_offsets, contexts, side="right") - 1
 
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens of each pack: one prompt, and the responses of all its contexts."""
+        """Count the tokens of each pack: one prompt, and the responses of all its contexts."""
         prompts, responses = np.diff(self.prompt_offsets), np.diff(self.response_offsets)
         return [int(prompts[pack[0]] + responses[list(pack)].sum()) for pack in packs]
 
@@ -68,9 +68,9 @@ class TrainBatch(TokenBatch):
     """Rows of an iteration on one rank, with the columns that the update reads."""
 
     mask: np.ndarray
-    """[N] float32, 1 where the policy wrote the token and the row trains."""
+    """[N] float32, 1 if the policy wrote the token and the row trains."""
     loss_mask: np.ndarray
-    """[N] float32, tokens that count in the loss: `mask` without those that the off-policy correction rejects."""
+    """[N] float32, tokens that count in the loss: `mask` without the tokens that the off-policy correction rejects."""
     rollout_log_probs: np.ndarray
     """[N] float32, log-probs of the engine."""
     old_log_probs: np.ndarray
@@ -97,7 +97,7 @@ class TrainBatch(TokenBatch):
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TrainBatch":
-        """The columns of a table of finished rows.
+        """Read the columns of a table of finished rows.
 
         Raises:
             ValueError: as `unfold`, or a row has a list column with another length than `response_ids`, or an advantage
@@ -131,7 +131,7 @@ class TrainBatch(TokenBatch):
 
     @classmethod
     def concat(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
-        """The rows of all parts in order, with what the update has written into them."""
+        """Join the rows of all parts in order, with all columns that the update has written."""
         joined: dict[str, Any] = {}
         for name in vars(parts[0]):
             values = [getattr(part, name) for part in parts]
@@ -145,7 +145,7 @@ class TrainBatch(TokenBatch):
         return cls(**joined)
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
-        """Number of tokens of the loss mask in these rows, and number of rows with such a token."""
+        """Count the tokens of the loss mask in these rows, and the rows with such a token."""
         per_row = self._count(self.loss_mask > 0)[index]
         return int(per_row.sum()), int((per_row > 0).sum())
 
@@ -157,8 +157,8 @@ class TrainBatch(TokenBatch):
         return tokens[self.loss_mask[tokens] > 0]
 
     def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
-        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`, which depend on the seed, the step, the row and
-        the token's position in the row's response alone."""
+        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`. They depend only on the seed, the step, the row
+        and the token's position in the row's response."""
         drawn, offsets = [np.empty(0)], self.row_offsets
         for row in index:
             trained = self.loss_mask[offsets[row] : offsets[row + 1]] > 0
@@ -166,14 +166,14 @@ class TrainBatch(TokenBatch):
         return np.concatenate(drawn)
 
     def with_advantages(self, index: list[int]) -> list[int]:
-        """Those of these rows with a token in the loss mask whose advantage is not 0."""
+        """Select the rows of `index` with a token in the loss mask whose advantage is not 0."""
         per_row = self._count((self.loss_mask > 0) & (self.advantages != 0))
         return [row for row in index if per_row[row]]
 
     def pairs(self, index: list[int]) -> np.ndarray:
-        """[P, 2] the rows of each group in `index` whose advantage is above 0, and below 0, one of each.
+        """[P, 2] for each group in `index`, one row with an advantage above 0 and one with an advantage below 0.
 
-        Groups without one of them have no pair. The sign is that of a row's first token in the loss mask.
+        Groups without one of them have no pair. A row's sign comes from its first trained token with an advantage.
         """
         signs = np.sign(self.advantages) * (self.loss_mask > 0)
         found: dict[int, list[int | None]] = {}

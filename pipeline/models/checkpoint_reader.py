@@ -48,10 +48,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder. Of its index it unpickles only the classes in `INDEX_CLASSES`."""
+    """Reads a checkpoint's folder. It unpickles only the classes in `INDEX_CLASSES` from the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the index.
 
         Raises:
             ValueError: the index is damaged, contains a foreign class, or names a file outside of the folder.
@@ -71,7 +71,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class _PlainValues(dcp.DefaultLoadPlanner):
-    """Reads values that are no tensors with `weights_only=True`. Tensors that are called `optional` may be missing."""
+    """Reads other values than tensors with `weights_only=True`. Tensors that are called `optional` may be missing."""
 
     def __init__(self, optional: Collection[str]) -> None:
         super().__init__()
@@ -113,5 +113,5 @@ def load_checkpoint(
             dcp.load(state, storage_reader=reader, planner=_PlainValues(optional), no_dist=no_dist)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
-            # An error of torch's readers says neither the file nor that it is damaged.
+            # An error of torch's readers names neither the file nor the damage.
             raise ValueError(f"the checkpoint {folder} cannot be loaded: {short_reason(reason)}") from error

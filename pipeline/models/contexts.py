@@ -4,10 +4,10 @@
     contexts   prompt_ids a1 a2 a3 | prompt b1 b2 | prompt c1 ...
 
 Most rows are one context: their prompt and their response. An episode that summarises its past, forgets some of it or
-asks again goes on behind another prompt; its column `contexts` says behind which, and how many tokens of the response
-stand there. A context is what passes through a model. Everything else is about rows: groups, rewards, mini-batches,
-and the "sequences" of losses, their aggregation and the off-policy correction. So however an episode is cut into
-contexts, it has the weight of one.
+begins another conversation continues after another prompt; its column `contexts` has this prompt, and the number of
+response tokens that follow it. A context is a sequence that passes through a model. Everything else is about rows:
+groups, rewards, mini-batches, and the "sequences" of losses, their aggregation and the off-policy correction. So
+however an episode is cut into contexts, it has the weight of one row.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from pipeline.rows import flat
 
 
 def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The C contexts of R rows with N response tokens.
+    """Return the C contexts of R rows with N response tokens.
 
     Returns:
         prompt tokens, context after context, and the offsets [C + 1] of the contexts in them;
@@ -26,8 +26,8 @@ def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
         offsets [R + 1] of the rows in the contexts.
 
     Raises:
-        ValueError: `contexts` does not describe the response, a further context has no prompt, or a response stands
-            behind an empty prompt.
+        ValueError: `contexts` does not describe the response, a further context has no prompt, or a response follows an
+            empty prompt.
     """
     prompt_ids, prompt_offsets = flat(table, "prompt_ids")
     response_ids, response_offsets = flat(table, "response_ids")
@@ -65,7 +65,7 @@ def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 
 def _checked(table: pa.Table, listed: np.ndarray, lengths: np.ndarray) -> tuple[pa.Array, np.ndarray]:
-    """Prompts (a list array; no tokens for a row's first context) and response tokens [K] of the contexts in the lists.
+    """Read prompts (list array; no tokens for a row's first context) and response tokens [K] of the listed contexts.
 
     Args:
         table: the rows.

@@ -1,10 +1,10 @@
-"""Where answers end: the tokens after which generation stops.
+"""The ends of answers: the tokens after which generation stops.
 
     eos of generation_config.json, or else of config.json ─┐
     eos of the tokenizer ──────────────────────────────────┼─► ids
-    what the chat template writes behind an answer ────────┘
+    the chat template's text after an answer ──────────────┘
 
-Engines and `generate` of transformers read the first two alone. A model that learns the template of another one, as a
+Engines and `generate` of transformers read only the first two. A model that learns the template of another one, as a
 base model does, would end its answers with a token at which nothing stops. So every command takes its ids from here:
 engines stop at them, answers are learnt up to them, and a model that is saved names them in generation_config.json.
 """
@@ -28,39 +28,39 @@ QUESTION = {"role": "user", "content": "Hello."}
 
 @dataclass(frozen=True)
 class Ends:
-    """Where answers end."""
+    """The ends of a model's answers."""
 
     ids: tuple[int, ...]
     """Tokens after which generation stops."""
     missing: tuple[int, ...]
-    """Those among them that the model's own files do not name as ends for `generate`."""
+    """Members of `ids` that the model's own files do not name as ends for `generate`."""
     line: str
-    """One sentence that names them, and says if answers may go on behind the template's end."""
+    """Sentence that names them, and warns if answers may go on after the template's end."""
     learnt: bool
-    """Whether the template writes one of them behind the last answer of a conversation."""
+    """True if the template writes one of them after the last answer of a conversation."""
 
 
 def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> Ends:
-    """Where the answers of `model` end; reads the configuration files of `model.path`.
+    """Find the ends of the answers of `model`; reads the configuration files of `model.path`.
 
     Args:
         model: path of the model.
-        tokenizer: of the model, or of `model.tokenizer_path`.
-        arguments: further ones of the chat template (`data.apply_chat_template_kwargs`).
+        tokenizer: the tokenizer of the model, or of `model.tokenizer_path`.
+        arguments: further arguments of the chat template (`data.apply_chat_template_kwargs`).
 
     Raises ValueError if the model's generation_config.json cannot be used.
     """
     from transformers import AutoConfig, GenerationConfig
 
     path, stored, vocabulary = model.path or "", list[int](), None
-    # What loads the model says what is wrong with its files.
+    # The loader of the model reports errors in its files.
     with suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         stored = as_list(GenerationConfig.from_model_config(config).eos_token_id)
         vocabulary = config.get_text_config().vocab_size
     try:
         stored = as_list(GenerationConfig.from_pretrained(path).eos_token_id) or stored
-    # It is an OSError for `transformers` if there is no file, and if the file is no JSON.
+    # `transformers` raises OSError if the file is missing, and if it is not JSON.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         file = Path(path) / "generation_config.json"
         if not isinstance(error, OSError) or file.is_file():
@@ -74,7 +74,7 @@ def ends_of(
     stored: Sequence[int] = (),
     vocabulary: int | None = None,
 ) -> Ends:
-    """Where answers end, by the tokenizer and the ids `stored` with a model of so many tokens; see `find_ends`."""
+    """Find the ends by the tokenizer, the ids `stored` with a model and its number of tokens; see `find_ends`."""
     known = list(dict.fromkeys([*stored, *as_list(tokenizer.eos_token_id)]))
     turn, learnt, problem = None, True, ""
     if getattr(tokenizer, "chat_template", None):
@@ -96,19 +96,20 @@ def ends_of(
 
 
 def as_list(ids: Any) -> list[int]:
-    """Ids that are stored as a number, a list, or null."""
+    """Return ids that are stored as a number, a list, or null."""
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def as_stored(ids: Sequence[int]) -> int | list[int]:
-    """Ids as `generation_config.json` has them."""
+    """Return ids in the form of `generation_config.json`."""
     return ids[0] if len(ids) == 1 else list(ids)
 
 
 def _turn_end(
     tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], known: Sequence[int]
 ) -> tuple[int | None, str, list[int]]:
-    """The token that the template ends answers with, why there is none, and its tokens behind a last answer."""
+    """Return the token that the template ends answers with, a problem if it has none, and its text after a last answer
+    as tokens."""
     try:
         last = _behind(tokenizer, arguments, [])
     # A template is foreign code and may raise anything.
@@ -124,7 +125,7 @@ def _turn_end(
         ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
 
-    # What both have closes the answer; behind that, a template may open the next turn, or end the text.
+    # The common beginning closes the answer; after it, a template may open the next turn, or end the text.
     closing = os.path.commonprefix([last, followed])
     for text in (closing, last, *([] if closing.strip() else [followed])):
         controls = [number for number in tokens(text) if number in added]
@@ -143,7 +144,7 @@ def _turn_end(
 
 
 def _behind(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], following: list[dict]) -> str:
-    """What the template writes behind an answer that `following` messages follow."""
+    """Return the template's text after an answer that `following` messages follow."""
     answer = f"S{secrets.token_hex(8)}S"
     messages = [QUESTION, {"role": "assistant", "content": answer}, *following]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))

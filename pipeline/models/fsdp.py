@@ -39,10 +39,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost transformer blocks of a model, in order.
+    """Return the outermost transformer blocks of a model, in order.
 
-    These are the `_no_split_modules` of a `transformers` model. A block with an embedding is left to the root, where a
-    tied head needs it; if every block has one, or the model names none, these are the `layers` of its decoder.
+    These are the `_no_split_modules` of a `transformers` model. A block with an embedding is left to the root, since a
+    tied head needs it there; if every block has one, or the model names none, the `layers` of its decoder are returned.
     """
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     blocks: list[nn.Module] = []
@@ -63,7 +63,7 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def untied_embeddings(module: nn.Module) -> list[nn.Embedding]:
-    """The embeddings whose weights no other module has."""
+    """Return the embeddings whose weights no other module has."""
     owners = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     return [part for part in module.modules() if isinstance(part, nn.Embedding) and owners[id(part.weight)] == 1]
 
@@ -72,10 +72,10 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
     """Shard `module` in place, and move it to `device`.
 
     Args:
-        module: equal on all ranks; weights of which each rank has read its slices (`slices.py`) are not cut again.
+        module: equal on all ranks; if each rank has read its slices of weights (`slices.py`), they are not cut again.
         config: types, and whether gathered weights are freed.
         device: this rank's device.
-        mesh: that of the slices; None shards over all ranks.
+        mesh: the mesh of the slices; None shards over all ranks.
 
     Returns:
         `module`: its parameters are DTensors, and its gradients are summed over ranks.
@@ -121,7 +121,7 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
 
 
 def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a global 2-norm of at most `max_norm`; the norm before that, the same on every rank.
+    """Scale gradients down to a global 2-norm of at most `max_norm`; returns the norm before, equal on every rank.
 
     Gradients with a norm that is not finite are left as they are: skip that optimiser step.
     """
@@ -139,7 +139,7 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each device mesh, in order: norms and products of lists of `DTensor` refuse two meshes."""
+    """Group the parameters by device mesh, in order: norms and products of lists of `DTensor` refuse two meshes."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in params:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -151,7 +151,7 @@ class NotSavedError(RuntimeError):
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
+    """Gather all parameters and persistent buffers, unsharded, in CPU memory on rank 0; {} elsewhere. A collective.
 
     A tied parameter appears once, under its first name. Adapters are merged, as in `lora.published`.
     """
@@ -169,12 +169,11 @@ def save_hf(
 ) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
-    Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
-    save never looks like a model. `folder` is new or empty, or with `replace` an older save. Weights are saved as
-    `dtype`, or as they are for None.
+    Rank 0 holds one block of the model and one file at a time. It writes next to `folder` and renames, so an
+    interrupted save never looks like a model. `folder` is new or empty, or with `replace` an older save. Weights are
+    saved as `dtype`, or as they are for None.
 
-    A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
-    `adapter`.
+    A model with adapters is saved merged, in the base's type for None, and the adapter in the folder `adapter` inside.
 
     Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
     is.
@@ -203,7 +202,7 @@ def save_hf(
             error = problem
     try:
         if rank == 0 and error is None:
-            # It clears what it takes for weights of an older save, so it comes before them.
+            # It deletes files that it takes for weights of an older save, so it comes before them.
             save_settings(model.lm, tokenizer, partial, dtype, ends)
             files.finish()
             if adapter is not None:
@@ -262,8 +261,8 @@ def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> 
 
     Args:
         save: saves it in a folder; raises NotSavedError on every rank.
-        folders: places where it may go.
-        reason: why it is not saved where it should be.
+        folders: places for it, the first choice first.
+        reason: sentence on why it is not saved in its own place.
 
     Returns `reason`, and the folder that has the model.
     """

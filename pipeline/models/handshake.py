@@ -5,12 +5,12 @@ compared with the engine's in each way in which rows pass through its model:
 
     alone            each row in a pass of its own
     packed           rows of several lengths end to end in one pass
-    sharing          samples behind one copy of their prompt
+    sharing          samples after one copy of their prompt
     padded           rows below each other in one pass, for models that cannot pack
 
-In float32 they may differ by `LIMIT`, or by what rounding explains in a deep model. In bfloat16 mean and largest
-difference may be `FACTOR` times those between the trainer's own model in float32 and in the engine's type. If they
-differ by more, the ways that need less of the model are tried: without sharing, padded, with the family's own attention
+In float32 they may differ by `LIMIT`, or by the rounding of a deep model. In bfloat16 mean and largest difference may
+be `FACTOR` times the differences between the trainer's own model in float32 and in the engine's type. If they differ by
+more, the ways that need less of the model are tried: without sharing, padded, with the family's own attention
 (`eager`). The first one that agrees is the run's.
 """
 
@@ -33,16 +33,16 @@ from pipeline.models.precision import computing_in
 from pipeline.models.sharing import Passes
 
 LIMIT = 1e-4
-"""Nats between two computations in float32."""
+"""Largest difference of two computations in float32, in nats."""
 FACTOR = 2.0
-"""Between a difference and the one that a type's rounding explains."""
+"""Largest ratio of a difference to the one that a type's rounding explains."""
 NOT_HAD = (ValueError, RuntimeError, TypeError, NotImplementedError)
-"""Errors of a model in a way, or a type, that it does not have."""
+"""Errors of a model that lacks a way or a type."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far engine and trainer are apart in one form of rows, in nats."""
+    """Differences between engine and trainer in one form of rows, in nats."""
 
     form: str
     mean: float
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Limit:
-    """How far they may be apart, in nats."""
+    """Limits of these differences, in nats."""
 
     mean: float
     largest: float
@@ -67,16 +67,16 @@ class Limit:
 
 @dataclass(frozen=True)
 class Handshake:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     way: Way
-    """The one that agrees, or the first one."""
+    """The way that agrees, or the first one."""
     first: Way
-    """What the settings and the model's class gave."""
+    """The way of the settings and the model's class."""
     differences: list[Difference]
-    """Of `way`, form by form."""
+    """Differences with `way`, form by form."""
     before: list[Difference]
-    """Of `first`."""
+    """Differences with `first`."""
     limit: Limit
 
     @property
@@ -89,7 +89,7 @@ class Handshake:
 
     @property
     def agree_up_to(self) -> int:
-        """Tokens of the longest rows up to which all agree."""
+        """Longest length in tokens up to which all rows agree."""
         largest: dict[int, float] = {}
         for found in self.differences:
             for length, apart in found.by_length.items():
@@ -107,8 +107,8 @@ class Compared:
 
     Args:
         policy: as it trains.
-        rows: what the engine generated.
-        device: this rank's.
+        rows: the engine's rows.
+        device: this rank's device.
         budget: most tokens of a pass.
         sequence: ranks that divide the positions of packed rows.
     """
@@ -130,7 +130,7 @@ class Compared:
         return self.policy.decoder.config.get_text_config()
 
     def forms(self, way: Way) -> Iterator[tuple[str, list[list[list[int]]]]]:
-        """The forms of rows that occur in a way, each with the packs of its passes."""
+        """Yield the forms of rows that occur in a way, each with the packs of its passes."""
         count = len(self.rows)
         singles = [[row] for row in range(count)]
         yield "alone", [[single] for single in singles]
@@ -159,11 +159,11 @@ class Compared:
         return found
 
     def differences(self, way: Way) -> list[Difference]:
-        """How far the engine is from each form of `way`; a collective."""
+        """Measure the distance of the engine from each form of `way`; a collective."""
         return [self._difference(form, self.log_probs(passes, way) - self.engine) for form, passes in self.forms(way)]
 
     def rounding(self, way: Way, dtype: torch.dtype) -> Difference:
-        """How far the model in `dtype` is from itself in float32, that in float32 from float64; a collective."""
+        """Measure the distance of the model in `dtype` from float32, or in float32 from float64; a collective."""
         passes = [[[row]] for row in range(len(self.rows))]
         with computing_in(self.policy, torch.float64 if dtype == torch.float32 else torch.float32):
             exact = self.log_probs(passes, way)
@@ -192,7 +192,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
 
     Args:
         compared: the policy and the engine's rows.
-        passes: how rows pass through the policy now.
+        passes: the policy's passes of rows now.
         exact: whether both compute in float32.
         dtype: the engine's type.
     """
@@ -217,7 +217,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
 
 
 def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
-    """What the rounding of a type explains, beyond `LIMIT`; a collective."""
+    """Return the limit that the rounding of a type explains, on top of `LIMIT`; a collective."""
     rounding = compared.rounding(way, dtype)
     return Limit(
         FACTOR * rounding.mean + LIMIT,
@@ -227,7 +227,7 @@ def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
 
 
 def ways(first: Way, divided: bool) -> Iterator[Way]:
-    """Other ways than `first`, the fastest first; those of `divided` positions are packed."""
+    """Yield other ways than `first`, the fastest first; with `divided` positions only packed ones."""
     tried = {first}
     for way in (
         replace(first, shared=False),
@@ -239,7 +239,7 @@ def ways(first: Way, divided: bool) -> Iterator[Way]:
 
 
 def token_batch(rows: Greeting) -> TokenBatch:
-    """The rows as arrays."""
+    """Return the rows as arrays."""
 
     def flat(parts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         counts = np.array([len(part) for part in parts], dtype=np.int64)
@@ -251,7 +251,7 @@ def token_batch(rows: Greeting) -> TokenBatch:
 
 
 def _by_prompt(rows: TokenBatch) -> list[list[int]]:
-    """Rows with equal prompts, which are neighbours."""
+    """Group rows with equal prompts, which are neighbours."""
     packs: list[list[int]] = []
     last: tuple[int, ...] | None = None
     for row in range(len(rows)):
@@ -265,7 +265,7 @@ def _by_prompt(rows: TokenBatch) -> list[list[int]]:
 
 
 def sentence(found: Handshake, plan: GreetingPlan) -> str:
-    """What the handshake found, in words."""
+    """Describe the result of the handshake."""
     worst = found.worst
     if found.agrees and found.way == found.first:
         forms = ", ".join(difference.form for difference in found.differences)

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class LogitRule:
-    """From the numbers z of a linear head to logits: `cap tanh(scale z / cap) / temperature`, or without a cap
+    """The rule from the numbers z of a linear head to logits: `cap tanh(scale z / cap) / temperature`, or without a cap
     `scale z / temperature`."""
 
     scale: float = 1.0
@@ -32,8 +32,8 @@ class LogitRule:
     temperature: float = 1.0
 
     def apply(self, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [N, V] float32 of the head's numbers [N, V], which are overwritten where they are float32; and the
-        derivative by these numbers where it depends on them, else it is `slope`."""
+        """Turn the head's numbers [N, V] into logits [N, V] float32; float32 numbers are overwritten. Returns also the
+        derivative by these numbers if it depends on them; None if it is `slope`."""
         x = numbers.float()
         if self.softcap is None:
             return x if self.slope == 1.0 else x.mul_(self.slope), None
@@ -58,7 +58,7 @@ class VocabularyPart:
 
 
 def own_rows(parameter: Tensor | None) -> tuple[Tensor | None, VocabularyPart | None]:
-    """A head's weights or bias on this rank; which part they are, if tensor parallelism has divided them."""
+    """Return a head's weights or bias on this rank, and their part if tensor parallelism has divided them."""
     if not isinstance(parameter, DTensor):
         return parameter, None
     mesh = parameter.device_mesh
@@ -143,7 +143,7 @@ class _Head(torch.autograd.Function):
 
 
 def _places(targets: Tensor, rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of the targets [N] in this rank's weights, and which of them it has (None for all)."""
+    """Return rows of the targets [N] in this rank's weights, and a mask of the targets that it has (None for all)."""
     if part is None:
         return targets, None
     place = targets - part.first
@@ -160,17 +160,17 @@ def token_log_probs(
     with_entropy: bool,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets`, and entropies, under the softmax of a linear head.
+    """Compute log-probs of `targets`, and entropies, under the softmax of a linear head.
 
     Args:
         hidden: [N, H] hidden states; N may be 0.
         weight: [V, H], of the type of `hidden`; with `part` this rank's rows.
         bias: [V] or None.
         targets: [N] int64, tokens of the whole vocabulary.
-        rule: from the head's numbers to logits.
+        rule: turns the head's numbers into logits.
         chunk_tokens: positions whose logits exist at a time.
         with_entropy: also give entropies.
-        part: which rows `weight` has, where ranks share the vocabulary.
+        part: the rows that `weight` has, if ranks share the vocabulary.
 
     Returns:
         log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).

@@ -3,11 +3,11 @@
     y = W x + alpha / r * B A x        W [out, in] frozen, A [r, in] random and B [out, r] zero at the start
 
 1. Adapters are injected into a model that is not sharded yet, and are equal on all ranks. FSDP then shards base and
-   adapter together: of W and B a rank holds the same rows.
-2. Adapters, and heads that are trained beside them, are float32 whatever the base's type: they are small, and the
+   adapter together: a rank holds the same rows of W and B.
+2. Adapters, and heads that are trained with them, are float32 for any type of the base: they are small, and the
    optimiser's small steps must not be rounded.
 3. `published` gives the weights that leave the trainer: merged, under the names that the model has without adapters,
-   or the adapter's alone. Each rank merges its own rows.
+   or only the adapter's. Each rank merges its own rows.
 4. The head has no adapter: it is used past its module, and is tied to the embedding in many models.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
 
 BASE = "base_layer."
-"""What peft puts into the names of the weights that an adapter covers."""
+"""peft's addition to the names of the weights that an adapter covers."""
 
 
 def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: bool = False) -> None:
@@ -44,7 +44,7 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         lm: a `transformers` model, not sharded.
         config: `model.lora`.
         key: the configuration key of the model's path, for errors.
-        train_head: whether what lies outside of the base model, such as a new head, is trained whole.
+        train_head: whether layers outside of the base model, such as a new head, are trained whole.
 
     Raises ValueError for targets that match nothing, and for a starting adapter of another model.
     """
@@ -85,16 +85,16 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which part of a model has adapters."""
+    """The part of a model that has adapters."""
 
     text: str
-    """In words."""
+    """Description of the part."""
     complete: bool
-    """Whether every matrix that the targets name has one."""
+    """True if every matrix that the targets name has an adapter."""
 
 
 def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoModelForCausalLM") -> Coverage | None:
-    """Which part of the model of `config` gets adapters, found without its weights; None without a rank.
+    """Find the part of the model of `config` that gets adapters, without its weights; None without a rank.
 
     Args:
         config: path and adapters.
@@ -158,20 +158,20 @@ def _start_from(lm: Any, folder: Path, key: str) -> None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
+    """Return whether the model has adapters."""
     return any(".lora_" in name for name, _ in model.named_parameters())
 
 
 def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights that leave the trainer, one by one; with adapters a collective.
+    """Yield the weights that leave the trainer, one by one; with adapters a collective.
 
     Args:
         model: sharded or not, with or without adapters.
         adapter_alone: the adapter's tensors, and no others.
 
     Yields:
-        `(name, tensor)` in the order of `state.tensors`: parameters, and buffers that are none. Merged weights are
-        float32, new, sharded as the base's; all others are the model's own tensors.
+        `(name, tensor)` in the order of `state.tensors`: parameters and buffers. Merged weights are float32, new,
+        sharded as the base's; all others are the model's own tensors.
     """
     _reshard(model)
     for name, tensor in tensors(model):
@@ -211,7 +211,7 @@ def _reshard(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is its base. Nothing else changes: peft's own switch would freeze the adapters."""
+    """Make the model its base within the block. Nothing else changes: peft's own switch would freeze the adapters."""
     layers: list[Any] = [part for part in model.modules() if hasattr(part, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
@@ -223,7 +223,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_state(model: "Pretrained") -> dict[str, Tensor]:
-    """What was trained, whole, in CPU memory, by its names in an adapter's file; a collective."""
+    """Gather the trained tensors, whole, in CPU memory, by their names in an adapter's file; a collective."""
     _reshard(model)
     state = {}
     for name, parameter in model.named_parameters():

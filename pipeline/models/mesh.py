@@ -1,12 +1,12 @@
-"""The mesh: which ranks divide a model's weights among them, and which see the same rows.
+"""The mesh: the ranks that divide a model's weights among them, and the ranks that see the same rows.
 
     rank = (replica * shards + shard) * tensor + place in the tensor group
     rank = (group * sequence + place in the sequence) * tensor + place in the tensor group
 
-`sequence * tensor` neighbouring ranks see the same rows. Those of a tensor group each compute a part of every layer
-(heads, columns of matrices, experts, vocabulary) by the plan of the model's class in `transformers`; those of a
-sequence each compute a part of the positions (`sequence_parallel.py`). FSDP divides the weights over the `shards`,
-which the ranks of a sequence belong to, and keeps a copy of these in each of the `replicate` replicas.
+`sequence * tensor` neighbouring ranks see the same rows. Each rank of a tensor group computes a part of every layer
+(heads, columns of matrices, experts, vocabulary) by the plan of the model's class in `transformers`; each rank of a
+sequence computes a part of the positions (`sequence_parallel.py`). FSDP divides the weights over the `shards`, which
+contain the ranks of a sequence, and keeps a copy of these in each of the `replicate` replicas.
 """
 
 import math
@@ -25,17 +25,17 @@ class Mesh:
     """The ranks of a model."""
 
     data: DeviceMesh
-    """Of `fully_shard`: (replicas and) shards, which see different rows or positions."""
+    """Mesh for `fully_shard`: (replicas and) shards, which see different rows or positions."""
     shards: DeviceMesh
     """One-dimensional: the ranks that divide the weights."""
     tensor: DeviceMesh | None = None
-    """One-dimensional: the ranks that each compute a part of every layer; None where each computes whole layers."""
+    """One-dimensional: the ranks that each compute a part of every layer; None if each computes whole layers."""
     both: DeviceMesh | None = None
-    """(shards, tensor), where there is a `tensor`."""
+    """(shards, tensor), if there is a `tensor`."""
     expert: int = 1
     """Ranks that divide the experts; 1 or all of `tensor`."""
     sequence: DeviceMesh | None = None
-    """One-dimensional: the ranks that each have a part of the positions; None where each has all."""
+    """One-dimensional: the ranks that each have a part of the positions; None if each has all."""
 
     @property
     def same_rows(self) -> int:
@@ -49,17 +49,17 @@ class Mesh:
 
     @property
     def positions(self) -> dist.ProcessGroup | None:
-        """The ranks that divide the positions of a sequence among them; None where each has all."""
+        """The ranks that divide the positions of a sequence among them; None if each has all."""
         return self.sequence.get_group() if self.sequence else None
 
     @property
     def slices(self) -> bool:
-        """Whether a rank has less than a whole model."""
+        """True if a rank has less than a whole model."""
         return self.shards.size() > 1 or self.tensor is not None
 
 
 def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None) -> Mesh:
-    """The mesh of all ranks; a collective. A GPU becomes this process's own, before anything is communicated.
+    """Make the mesh of all ranks; a collective. A GPU becomes this process's own, before anything is communicated.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -80,7 +80,7 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
     if parallel.sequence > 1:
         shape, names = (world // same_rows, parallel.sequence, tensor), ("group", "sequence", "tensor")
         sequence = _device_mesh(device, shape, names)["sequence"]
-    # peft takes the whole size of weights for an adapter's if they are divided over a mesh of this name alone.
+    # peft takes the whole size of weights for an adapter's if `fsdp` is the only name of the mesh that divides them.
     names = ("replicate", "fsdp", "tensor")
     whole = _device_mesh(device, (replicas, world // (tensor * replicas), tensor), names)
     data = whole["replicate", "fsdp"] if replicas > 1 else whole["fsdp"]
@@ -90,7 +90,7 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
 
 
 def _device_mesh(device: torch.device, shape: tuple[int, int, int], names: tuple[str, str, str]) -> DeviceMesh:
-    """A mesh of all ranks whose groups wait as long as the whole group does; torch gives them 10 or 30 minutes."""
+    """Make a mesh of all ranks whose groups wait as long as the whole group does; torch gives them 10 or 30 minutes."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     deadline = _get_default_group()._get_backend(device).options._timeout
     for group in mesh.get_all_groups():

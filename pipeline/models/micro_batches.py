@@ -1,11 +1,11 @@
-"""Which packs share a forward pass.
+"""The packs that share a forward pass.
 
-Packs (`packing.py`) that stand end to end fill passes by their tokens, first fit, the longest first. Where they are
-padded, they are grouped by length until the padded size, packs * longest pack, reaches the token budget, so padding is
-small. Packs that must stay together, those of one row, are a unit; padded, each has the size of its longest pack.
+Packs (`packing.py`) that stand end to end fill passes by their tokens, first fit, the longest first. Padded packs are
+grouped by length until the padded size, packs * longest pack, reaches the token budget, so padding is small. Packs that
+must stay together, such as the packs of one row, are a unit; padded, each has the size of its longest pack.
 
-Each pass gathers weights from all ranks, so all ranks must run equally many; a rank can be asked for an exact number of
-micro-batches. Its tokens are then spread over them evenly, so that no rank waits for another in any of them.
+Each pass gathers weights from all ranks, so all ranks must run equally many; a caller can set the exact number of
+micro-batches. The rank's tokens are then spread over them evenly, so that no rank waits for another in any of them.
 """
 
 import heapq
@@ -20,9 +20,9 @@ APART = (
 
 
 def minimum_parts(lengths: list[int], max_tokens: int, units: list[int] | None = None, packed: bool = False) -> int:
-    """The micro-batches that packs of these lengths need within `max_tokens` tokens each; 0 without packs.
+    """Count the micro-batches that packs of these lengths need within `max_tokens` tokens each; 0 without packs.
 
-    Arguments and errors are those of `split_micro_batches`.
+    Arguments and errors are as in `split_micro_batches`.
     """
     if packed:
         return len(_first_fit(_sizes(lengths, max_tokens, units), max_tokens))
@@ -36,18 +36,18 @@ def split_micro_batches(
     units: list[int] | None = None,
     packed: bool = False,
 ) -> list[list[int]]:
-    """Packs of each micro-batch: exactly `parts` of them, or `minimum_parts` if `parts` is None.
+    """Put packs into micro-batches: exactly `parts` of them, or `minimum_parts` if `parts` is None.
 
-    Every pack is in one batch, no batch has more than `max_tokens` tokens, or padded packs * longest, and the largest
-    size is as small as `parts` batches allow (packed: nearly). Batches are empty only if there are fewer units than
-    parts; then the last ones are. The largest come first, so that memory runs out at once or never.
+    Every pack is in one batch. Each batch holds at most `max_tokens` tokens (padded: packs * longest pack), and the
+    largest size is as small as `parts` batches allow (packed: nearly). If there are fewer units than parts, the last
+    batches are empty. The largest come first, so that memory runs out at once or never.
 
     Args:
         lengths: prompt + response tokens of each pack.
         max_tokens: `actor.ppo_max_token_len_per_gpu`, as many times as ranks share a pass.
         parts: number of micro-batches, at least `minimum_parts` of the other arguments.
-        units: how many neighbouring packs must stay together, unit by unit; None if no packs must. They also stay
-            neighbours, in their order.
+        units: numbers of neighbouring packs that must stay together, unit by unit; None if no packs must. They also
+            stay neighbours, in their order.
         packed: whether packs stand end to end, without padding.
 
     Raises ValueError if a single unit is longer than `max_tokens`, or `parts` is below the minimum.
@@ -85,7 +85,7 @@ def split_micro_batches(
 
 
 def _first(packs: int, units: list[int] | None) -> Sequence[int]:
-    """[U + 1] the first pack of each unit, and where the last one ends."""
+    """[U + 1] the first pack of each unit, and the end of the last one."""
     return range(packs + 1) if units is None else list(accumulate(units, initial=0))
 
 
@@ -108,9 +108,10 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
 
 
 def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
-    """Units in batches of at most `budget` tokens, from the largest unit to the smallest, each in the first with room.
+    """Put units into batches of at most `budget` tokens, from the largest to the smallest, each into the first with
+    room.
 
-    That takes at most 11/9 of the fewest batches, and 2/3 of one (Dosa, 2007).
+    It needs at most 11/9 of the fewest batches, and 2/3 of one (Dosa, 2007).
     """
     batches: list[list[int]] = []
     room: list[int] = []
@@ -126,8 +127,9 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
 
 
 def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
-    """Units in exactly `parts` batches of similar size, the largest first: each unit, from the largest to the smallest,
-    where there is most room. Where that does not fit, first fit does, and its largest batches are divided."""
+    """Put units into exactly `parts` batches of similar size, the largest first. Each unit, from the largest to the
+    smallest, goes to the batch with most room. If this does not fit, first fit does, and its largest batches are
+    divided."""
     heap = [(0, number) for number in range(parts)]
     batches: list[list[int]] = [[] for _ in range(parts)]
     for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
@@ -159,7 +161,7 @@ class _Units:
         self.order = order
         """The packs, unit after unit."""
         self._before = first
-        """[U + 1] where each unit begins in `order`."""
+        """[U + 1] the first index of each unit in `order`, and the end of the last one."""
         self.largest = max(self._ordered[:1], default=0)
         """Padded size of the largest unit."""
         if units is not None:
@@ -173,17 +175,17 @@ class _Units:
         return len(self._ordered)
 
     def padded(self, start: int, stop: int) -> int:
-        """Padded size of a batch of the units from `start` to `stop - 1`."""
+        """Return the padded size of a batch of the units from `start` to `stop - 1`."""
         return self._ordered[start] * (self._before[stop] - self._before[start])
 
     def packs(self, start: int, stop: int) -> list[int]:
-        """The packs of the units from `start` to `stop - 1`."""
+        """Return the packs of the units from `start` to `stop - 1`."""
         return self.order[self._before[start] : self._before[stop]]
 
     def fill(self, budget: int) -> list[int]:
-        """At which units the fewest batches within `budget` padded tokens each end; no unit is larger.
+        """Return the units at which the fewest batches within `budget` padded tokens each end; no unit is larger.
 
-        Filling each batch with the longest units left is optimal where units are single packs: any batch that holds the
+        Filling each batch with the longest units left is optimal if units are single packs: any batch that holds the
         longest has room for equally many, and taking longer ones leaves the shorter.
         """
         ends: list[int] = []

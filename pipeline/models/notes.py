@@ -1,4 +1,4 @@
-"""What was chosen for a model as it was loaded, in words, which the job that loads it shows its user."""
+"""Notes on the choices made while a model was loaded, which the job that loads it shows its user."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ def add_notes(lm: Any, *texts: str | None) -> None:
 
 
 def notes_of(module: Any) -> list[str]:
-    """The texts of the model in `module`."""
+    """Return the notes on the model in `module`."""
     return next((notes for part in module.modules() if (notes := vars(part).get(NAME))), [])

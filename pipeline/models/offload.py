@@ -2,7 +2,7 @@
 
 With gradient checkpointing a forward pass keeps the input of each layer, [B, T, H], and computes the rest again. Those
 inputs are copied to pinned host memory as they are saved, and back as the backward pass reaches their layer: 2 B T H
-bytes for a layer in bfloat16 each way, where the layer computes some 96 B T H^2 operations.
+bytes for a layer in bfloat16 each way, while the layer computes some 96 B T H^2 operations.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch.autograd import graph
 
 
 def offload_activations(decoder: Any) -> None:
-    """Keep in host memory what `decoder` saves for the backward pass, from now on."""
+    """Keep the tensors that `decoder` saves for the backward pass in host memory, from now on."""
     forward = decoder.forward
 
     @functools.wraps(forward)

@@ -1,4 +1,4 @@
-"""A small model of a class, for trials of a model of which this process has only slices."""
+"""A small model of a class, for trials of a model if this process has only slices of it."""
 
 import copy
 from typing import Any
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 def whole(model: Any) -> Any:
-    """`model`; one of few layers, with random weights, in place of one of which ranks have slices.
+    """Return `model`, or one of few layers with random weights if `model` has only slices of its weights.
 
     It is the same on every rank.
     """

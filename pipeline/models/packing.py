@@ -1,6 +1,6 @@
 """Packs of contexts become the tensors of a forward pass.
 
-A pack is one context, or several behind one copy of their prompt (`sharing.py`). Packs stand end to end in one sequence
+A pack is one context, or several after one copy of their prompt (`sharing.py`). Packs stand end to end in one sequence
 (`attention.py`), or, for models that cannot attend over such a sequence, one below the other and padded on the right.
 """
 
@@ -28,9 +28,9 @@ class ModelInputs:
     lengths: Tensor
     """[B] int64, tokens of each pack."""
     positions: Tensor | None
-    """[1, T] int64, positions in each context; None where packs are padded."""
+    """[1, T] int64, positions in each context; None if packs are padded."""
     packing: Layout | None
-    """Where the contexts are; None where packs are padded."""
+    """Places of the contexts; None if packs are padded."""
     logit_index: Tensor
     """[N] int64, index into the flat positions of the token before each response token, which predicts it."""
     targets: Tensor
@@ -44,7 +44,7 @@ class ModelInputs:
     """[N] int64, index of each response token into arrays of `TokenBatch`; stays on the CPU."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         moved: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -77,17 +77,17 @@ def pack(
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
 ) -> ModelInputs:
-    """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
+    """Build the model inputs of the contexts in `packs`, in that order; a pack shares one prompt (`sharing.py`).
 
-    Of response tokens that are not in `read` [N] (bool, None for all), nothing is predicted: they stand in `input_ids`
-    alone, as prompts do. The last token of a response predicts nothing and no token sees it, so it is not in
-    `input_ids`. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end; without,
-    they are padded, and each is one context.
+    Response tokens that are not in `read` [N] (bool, None for all) are not predicted: they stand only in `input_ids`,
+    as prompts do. The last token of a response predicts nothing and no token sees it, so it is not in `input_ids`. With
+    `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end; without, they are padded,
+    and each is one context.
 
     The ranks of `sequence` have equal shares of the positions, for which pad tokens follow the packs.
 
-    Without packs they are pad tokens and no response token (N = 0): a pass over them keeps this rank in step with the
-    others, and its gradient is exactly 0.
+    Without packs the inputs are pad tokens and no response token (N = 0): a pass over them keeps this rank in step with
+    the others, and its gradient is exactly 0.
     """
     order = np.asarray([context for members in packs for context in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
@@ -97,7 +97,7 @@ def pack(
     starts = rows.response_offsets[order]
     counts = rows.response_offsets[order + 1] - starts
     fed = np.maximum(counts - 1, 0)  # response tokens in `input_ids`
-    before = np.cumsum(fed) - fed  # those of all contexts before
+    before = np.cumsum(fed) - fed  # fed tokens of all contexts before
     before_in_pack = before - np.repeat(before[first], sizes)
     lengths = prompt_counts + np.add.reduceat(fed, first) if len(sizes) else np.ones(1, dtype=np.int64)
 
@@ -134,7 +134,7 @@ def pack(
         where = layout(contexts, total)
     row_number = np.arange(len(order))
     if not rows.are_contexts:
-        # Not the rows' own numbers: their order is that of the packs.
+        # Not the rows' own numbers: rows are numbered in the order of the packs.
         row_number = np.cumsum(np.diff(rows.rows_of(order), prepend=-1) != 0) - 1
     row_index = np.repeat(row_number, counts)
     if read is not None:
@@ -165,8 +165,8 @@ def collate(
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
 ) -> MicroBatch:
-    """The micro-batch of the contexts in `packs`, in that order; see `pack`. Of tokens that do not train, such as those
-    of tools and environments, it has nothing but their ids."""
+    """Build the micro-batch of the contexts in `packs`, in that order; see `pack`. It has only the ids of tokens that
+    do not train, such as tokens of tools and environments."""
     inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed, sequence)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
@@ -176,7 +176,7 @@ def collate(
 
 
 def lay_out(sequences: Sequence[np.ndarray], packed: bool) -> ModelInputs:
-    """Model inputs of whole sequences of tokens, of which nothing is predicted; see `pack`."""
+    """Build the model inputs of whole sequences of tokens, without predictions; see `pack`."""
     counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
     ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)

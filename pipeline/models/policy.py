@@ -1,12 +1,12 @@
 """The policy: a causal language model that returns log-probs of chosen tokens.
 
 1. The decoder runs on packed rows (`attention.py`), or on right-padded ids without an attention mask: under causal
-   attention no token sees the padding behind it, and the fast causal kernels apply.
+   attention no token sees the padding after it, and the fast causal kernels apply.
 2. Only the hidden states that predict a target reach the head (`head.py`), in chunks whose logits are recomputed in the
    backward pass, so that the logits of the whole batch never exist.
 3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root's weights only there.
-4. Nothing is random in training (`repeatable.py`), so that the ratio of two log-probs of a token measures the policy
-   alone.
+4. Nothing is random in training (`repeatable.py`), so that the ratio of two log-probs of a token measures only the
+   policy.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class Policy(Pretrained):
         positions: Tensor | None = None,
         packing: Layout | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of `targets` under the policy at `temperature`.
+        """Compute log-probs of `targets` under the policy at `temperature`.
 
         Args:
             input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
@@ -71,7 +71,7 @@ class Policy(Pretrained):
             chunk_tokens: positions whose logits exist at a time.
             with_entropy: also compute the entropy of each distribution.
             positions: [1, T] int64, positions in each context, if packed.
-            packing: where the contexts are, if packed.
+            packing: places of the contexts, if packed.
 
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
@@ -110,7 +110,7 @@ class Policy(Pretrained):
         return sums
 
     def try_pass(self, device: torch.device) -> None:
-        """A forward pass over a few tokens."""
+        """Run a forward pass over a few tokens."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
 
@@ -125,7 +125,7 @@ class Policy(Pretrained):
         return LogitRule(self.scale, self.softcap).apply(linear(hidden, head.weight, head.bias))[0]
 
     def _linear_head(self) -> nn.Linear:
-        """The head, of whose weights alone the logits are computed."""
+        """Return the head, a plain linear layer, so that its weights give the logits."""
         head = self.lm.get_output_embeddings()
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise ValueError(f"the head of {type(self.lm).__name__}, a {type(head).__name__}, is not a linear layer.")
@@ -153,17 +153,17 @@ class Policy(Pretrained):
 def load_policy(
     config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, longest: int | None = None
 ) -> Policy:
-    """The policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
+    """Load the policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
     return Policy(load_lm(config, key, mesh, longest=longest))
 
 
 def load_reference(
     config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None, longest: int | None = None
 ) -> Policy:
-    """The frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` and `longest` as in
+    """Load the frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` and `longest` as in
     `load_lm`.
 
-    Raises ValueError as `load_policy`, and if its vocabulary has another size than that of `trained`.
+    Raises ValueError as `load_policy`, and if the vocabularies of the two have different sizes.
     """
     other = config.path != trained.path
     policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh, longest)
@@ -188,14 +188,14 @@ def load_lm(
     with_head: bool = True,
     longest: int | None = None,
 ) -> Any:
-    """The `transformers` causal language model of `config.path`, in training mode.
+    """Load the `transformers` causal language model of `config.path`, in training mode.
 
     Args:
         config: path, type, attention, checkpointing and adapters.
         key: the configuration key of the path, for errors.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole.
         with_head: whether the checkpoint must have the head's weights.
-        longest: tokens of the longest row; None for what the model was made for.
+        longest: tokens of the longest row; None for the model's own limit.
 
     Raises ValueError for no path, an incomplete model folder, weights missing in the checkpoint, or adapters that do
     not fit.

@@ -14,9 +14,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def torch_dtype(name: str, key: str) -> torch.dtype:
-    """The torch type called `name`; `key` is the configuration key it came from.
+    """Return the torch type called `name`; `key` is the configuration key it came from.
 
-    Raises ValueError if `name` is none of `DTYPES`.
+    Raises ValueError if `name` is not in `DTYPES`.
     """
     if name not in DTYPES:
         raise ValueError(f"{key}={name} is not a known type; use one of {', '.join(DTYPES)}.")
@@ -25,11 +25,11 @@ def torch_dtype(name: str, key: str) -> torch.dtype:
 
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a forward pass of `module` computes in `dtype`, as if its weights had that type.
+    """Let forward passes of `module` compute in `dtype` within the block, as if its weights had that type.
 
-    Each part that has weights sees them, and what it reads, in `dtype`, while it runs. So this holds for weights that
-    FSDP gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which
-    `Policy` reads itself, are seen so during the whole pass.
+    Each part with weights sees them, and its inputs, in `dtype` while it runs. So this holds for weights that FSDP
+    gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which
+    `Policy` reads itself, have `dtype` during the whole pass.
     """
     states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
     head = getattr(getattr(module, "lm", None), "get_output_embeddings", lambda: None)()
@@ -56,7 +56,7 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     hooks: list[Any] = []
     policies = [state._mp_policy for state in states]
     for state in states:
-        # Otherwise FSDP would cast what its parts read.
+        # Otherwise FSDP would cast the inputs of its parts.
         state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
     for part in owners:
         hooks.append(part.register_forward_pre_hook(before, with_kwargs=True))
@@ -72,7 +72,7 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _floats(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a part itself that are not whole numbers."""
+    """Yield a part's own weights that are not whole numbers."""
     for name, weight in part._parameters.items():
         if weight is not None and weight.is_floating_point():
             yield name, weight

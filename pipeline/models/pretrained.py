@@ -25,7 +25,7 @@ from pipeline.models.weight_files import alone, check_weights
 
 PREFIX = "lm."
 NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
-"""What `transformers` says of families with attention of their own, and of those without attention."""
+"""`transformers`' message on families with attention of their own, and on families without attention."""
 
 
 class NotLoadedError(ValueError):
@@ -36,14 +36,14 @@ class Pretrained(nn.Module):
     """A module around the whole `transformers` model `lm`, which `save_hf` can save."""
 
     def __init__(self, lm: Any) -> None:
-        """Raises ValueError if `lm` is random in training."""
+        """Wrap `lm`. Raises ValueError if `lm` is random in training."""
         super().__init__()
         self.lm = lm
         without_dropout(lm)
 
     @staticmethod
     def hf_name(name: str) -> str:
-        """The name of a parameter of this wrapper in a Hugging Face checkpoint."""
+        """Return the name of a parameter of this wrapper in a Hugging Face checkpoint."""
         return name.removeprefix(PREFIX)
 
 
@@ -56,7 +56,7 @@ def load_pretrained(
     other_head: bool = False,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The model of `config.path`, in training mode, and the loading report of `transformers`.
+    """Load the model of `config.path` in training mode; returns it, and the loading report of `transformers`.
 
     Args:
         auto: class of `transformers` with `from_pretrained`, such as `AutoModelForCausalLM`.
@@ -64,9 +64,9 @@ def load_pretrained(
         key: the configuration key of the path, for errors.
         mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
             CPU.
-        longest: tokens of the longest row (`fix_ropes`); None for what the model was made for.
+        longest: tokens of the longest row (`fix_ropes`); None for the model's own limit.
         other_head: whether weights outside of the base model may have another shape; the report names them.
-        options: arguments of `from_pretrained` that override those of `config`.
+        options: arguments of `from_pretrained` that override the arguments from `config`.
 
     Raises ValueError for no path, an incomplete model folder, quantised weights, or a model that `transformers` cannot
     load or that is not the one of its `config.json`.
@@ -120,7 +120,7 @@ def load_pretrained(
 
 
 def check_complete(missing: set[str], config: ModelConfig, key: str, unread: Collection[str] = ()) -> None:
-    """Raises ValueError if weights are missing in the checkpoint, which holds others that the model does not have."""
+    """Raise ValueError if weights are missing in the checkpoint; `unread` are others that the model does not have."""
     if missing:
         others = ""
         if unread:
@@ -132,7 +132,7 @@ def check_complete(missing: set[str], config: ModelConfig, key: str, unread: Col
 
 
 def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """The one output [N] float32 of a linear head for hidden states [N, H], computed in float32 whatever its type.
+    """Compute the one output [N] float32 of a linear head of any type for hidden states [N, H], in float32.
 
     A bfloat16 value or score would have no more than three digits.
     """
@@ -141,7 +141,7 @@ def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class _States(tuple[Tensor]):
-    """What a decoder returns: hidden states alone, without all that some families add and pass on."""
+    """A decoder's output that has only hidden states, without all that some families add and pass on."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -157,7 +157,7 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
 
 @contextmanager
 def small_head(head: nn.Linear) -> Iterator[None]:
-    """Inside, a linear head has random weights and at most 256 outputs, for a look at what a model computes from them.
+    """Give a linear head random weights and at most 256 outputs within the block, to show how a model uses its outputs.
 
     Its own weights may be spread over ranks. Logits are large enough to show a cap on them.
     """
@@ -173,5 +173,5 @@ def small_head(head: nn.Linear) -> Iterator[None]:
 
 
 def differs(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two computations of a head differ in shape, or by more than rounding in bfloat16."""
+    """Return whether two computations of a head differ in shape, or by more than rounding in bfloat16."""
     return ours.shape != theirs.shape or bool((ours - theirs).abs().max() > 0.02 * theirs.abs().max() + 1e-6)

@@ -5,13 +5,13 @@ from typing import Any
 from pipeline.models.weight_files import CONFIG, model_files, read_json
 
 ENTRIES = ("quantization_config", "compression_config")
-"""What `config.json` calls the settings of its quantised weights."""
+"""Entries of `config.json` with the settings of quantised weights."""
 MODELOPT = "hf_quant_config.json"
-"""The file that holds them in models of NVIDIA's ModelOpt."""
+"""File with these settings in models of NVIDIA's ModelOpt."""
 
 
 def quantisation(path: str | None) -> str:
-    """How the weights of the model at `path`, a folder or a Hub name, are quantised, in words; empty if they are not.
+    """Describe the quantisation of the model at `path`, a folder or a Hub name; empty if it has none.
 
     Raises:
         ValueError: a file is damaged.
@@ -36,13 +36,13 @@ def quantisation(path: str | None) -> str:
 
 
 def _in_few_bits(settings: dict[str, Any]) -> bool:
-    # Settings that switch both of its kinds off are left behind by tools.
+    # Some tools leave settings in which both kinds are switched off.
     switches = [settings[name] for name in ("load_in_4bit", "load_in_8bit") if name in settings]
     return bool(settings) and (not switches or any(switches))
 
 
 def check_not_quantised(path: str | None, key: str) -> None:
-    """Raises ValueError if the weights of the model at `path`, which the setting `key` names, are quantised."""
+    """Raise ValueError if the weights of the model at `path`, which the setting `key` names, are quantised."""
     if kind := quantisation(path):
         raise ValueError(
             f"{key}={path} has quantised weights: {kind}. The trainer computes with whole ones; give the model in "

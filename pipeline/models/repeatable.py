@@ -3,7 +3,7 @@
 Engines generate with the model as it is in evaluation. If the trainer drew another one in each pass, the ratio of two
 log-probs of a token would measure chance.
 
-1. Every family has its own names for what is random. A number whose name speaks of dropping or of jitter becomes 0, in
+1. Every family has its own names for random parts. A number whose name speaks of dropping or of jitter becomes 0, in
    modules and in configurations, which some modules read in each pass. A saved model keeps its own numbers. If a
    number also changes what the model computes in evaluation, as engines do, the model is refused.
 2. What is left is found by its effect: two passes in training mode over the same tokens, with different seeds, may
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 RANDOM = re.compile("drop|jitter")
-"""In the names of numbers that make a pass random."""
+"""Pattern in the names of numbers that make a pass random."""
 ROWS, TOKENS = 2, 8
 """Size of a pass that is tried."""
 MORE = 14
@@ -38,19 +38,19 @@ MORE = 14
 KEPT = 256
 """Numbers of a tensor that are compared."""
 NOISE = 4.0
-"""By which factor two pairs of passes may differ in the rounding of a GPU's kernels."""
+"""Factor by which two pairs of passes may differ in the rounding of a GPU's kernels."""
 OWN = "own_randomness"
-"""Attribute of a model: what was set to 0, as (module or configuration, name, number)."""
+"""Attribute of a model: the numbers that were set to 0, as (module or configuration, name, number)."""
 
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
-"""What modules read and gave, by their name and the number of the call, in the order in which the calls ended."""
+"""Inputs and outputs of modules, by their name and the number of the call, in the order in which the calls ended."""
 
 
 def without_dropout(lm: Any) -> None:
-    """Switch off what is random in training in a model of `transformers`.
+    """Switch off all randomness of a model of `transformers` in training.
 
-    Raises ValueError if the model is still random. If this process has only slices of it, or its kernels run on GPUs
-    alone, it is tried by its learner (`check_repeatable`).
+    Raises ValueError if the model is still random. If this process has only slices of it, or its kernels run only on
+    GPUs, its learner tries it (`check_repeatable`).
     """
     found = [getattr(part, "config", None) for part in lm.modules()]
     found += [inner for config in found if hasattr(config, "to_dict") for inner in vars(config).values()]
@@ -79,7 +79,7 @@ def without_dropout(lm: Any) -> None:
 
 @contextmanager
 def own_randomness(lm: Any) -> Iterator[None]:
-    """Inside, `lm` and its configurations have the numbers that `without_dropout` has set to 0."""
+    """Give `lm` and its configurations, within the block, the numbers that `without_dropout` has set to 0."""
     own = getattr(lm, OWN, [])
     for holder, name, value in own:
         setattr(holder, name, value)
@@ -117,7 +117,7 @@ def check_repeatable(model: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any], together: bool = False) -> str | None:
-    """A sentence on a model that is random in training; None if it is not. All ranks try it if `together`."""
+    """Return a sentence on a model that is random in training; None if it is not. All ranks try it if `together`."""
     lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
     path, own = getattr(lm.config, "_name_or_path", ""), getattr(lm, OWN, [])
     name = f"{type(lm).__name__}{f' of {path}' if path else ''}"
@@ -165,7 +165,7 @@ def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any], 
 
 
 def _apart(one: Calls, other: Calls, noise: float) -> str | None:
-    """The innermost module that read the same in both passes and gave something else, "" if it is not known which;
+    """Find the innermost module that read the same in both passes and gave something else; "" if it is not known which,
     None if the passes are the same."""
     apart = [call for call, distance in _distances(one, other).items() if distance > noise]
     if not apart and one.keys() == other.keys():
@@ -175,7 +175,7 @@ def _apart(one: Calls, other: Calls, noise: float) -> str | None:
 
 
 def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], Any], seed: int) -> tuple[Calls, bool]:
-    """What the modules read and gave in a pass that begins with `seed`, and whether it drew random numbers."""
+    """Record inputs and outputs of modules in a pass that begins with `seed`; also whether it drew random numbers."""
     calls: Calls = {}
     numbers: Counter[str] = Counter()
     reading: list[list[Tensor]] = []
@@ -206,13 +206,13 @@ def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], 
 
 
 def _generators(device: torch.device) -> list[bytes]:
-    """The states of the generators from which a model may draw."""
+    """Return the states of the generators from which a model may draw."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [*(state.numpy().tobytes() for state in states), pickle.dumps([random.getstate(), np.random.get_state()])]
 
 
 def _sample(values: Any) -> list[Tensor]:
-    """Some numbers of each tensor in nested values."""
+    """Take some numbers of each tensor in nested values."""
     samples = []
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -223,12 +223,12 @@ def _sample(values: Any) -> list[Tensor]:
 
 
 def _distances(one: Calls, other: Calls) -> dict[tuple[str, int], float]:
-    """How far the outputs of the calls that both passes have are apart."""
+    """Measure the distance of the outputs of each call that both passes have."""
     return {call: _distance(one[call][1], other[call][1]) for call in one if call in other}
 
 
 def _distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference of two numbers, relative to the largest number of their tensor."""
+    """Return the largest difference of two numbers, relative to the largest number of their tensor."""
     if [part.shape for part in one] != [part.shape for part in other]:
         return float("inf")
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if len(a) and not torch.equal(a, b)]

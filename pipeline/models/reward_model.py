@@ -4,7 +4,7 @@
    that is not the pad token. It is wrong if a conversation ends with the pad token, which is the end-of-sequence token
    of many models, and fails for a model without one.) It runs on packed or padded rows, as in `policy.py`.
 2. An encoder has bidirectional attention, so it gets an attention mask made of the lengths, and its own head.
-3. A new head starts at 0: all ranks have the same one, and the first step moves the head alone.
+3. A new head starts at 0: all ranks have the same one, and the first step moves only the head.
 """
 
 from typing import Any
@@ -70,14 +70,14 @@ class RewardModel(Pretrained):
     def forward(
         self, input_ids: Tensor, lengths: Tensor, positions: Tensor | None = None, packing: Layout | None = None
     ) -> Tensor:
-        """The score of each row.
+        """Compute the score of each row.
 
         Args:
             input_ids: [1, T] int64, B rows end to end (`attention.py`), or [B, T] padded on the right with any id.
             lengths: [B] int64, tokens of each row, at least 1 if packed; a row of length 0 gets the score of its first
                 position.
             positions: [1, T] int64, positions in each row, if packed.
-            packing: where the rows are, if packed.
+            packing: places of the rows, if packed.
 
         Returns:
             scores [B] float32.
@@ -94,7 +94,7 @@ class RewardModel(Pretrained):
         return float32_head(self.lm.score, hidden)
 
     def try_pass(self, device: torch.device) -> None:
-        """A forward pass over a few tokens."""
+        """Run a forward pass over a few tokens."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.full((len(ids),), ids.shape[1], device=device))
 
@@ -117,14 +117,14 @@ def load_reward_model(
     mesh: Mesh | None = None,
     longest: int | None = None,
 ) -> RewardModel:
-    """The reward model of `model.path`, in training mode.
+    """Load the reward model of `model.path`, in training mode.
 
     Args:
         model: path, type, attention and checkpointing.
         key: the configuration key of the path, for errors.
-        new_head: add a head, whose scores are 0, to a checkpoint without one, such as that of a language model.
+        new_head: add a head, whose scores are 0, to a checkpoint without one, such as a language model's.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
-        longest: tokens of the longest row; None for what the model was made for.
+        longest: tokens of the longest row; None for the model's own limit.
 
     Raises:
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with several labels,
@@ -161,7 +161,7 @@ def load_reward_model(
 
 
 def _last_layer(lm: Any) -> str:
-    """Name of the linear layer whose only output is the score."""
+    """Return the name of the linear layer whose only output is the score."""
     inside = f"{lm.base_model_prefix}."
     layers = [
         name

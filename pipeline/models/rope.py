@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 FIXED = "fixed"
-"""In place of the kind of rope, in a module that chooses no more."""
+"""Kind of rope of a module whose frequencies are chosen."""
 
 
 def fix_ropes(model: nn.Module, longest: int | None = None) -> str | None:
-    """Let the ropes in a model of `transformers` have one set of frequencies for all rows; a clause that says so.
+    """Give the ropes in a model of `transformers` one set of frequencies for all rows; returns a clause on the choice.
 
     Args:
         model: fresh from its checkpoint.

@@ -31,13 +31,13 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def partial_of(folder: Path) -> Path:
-    """A new name next to `folder`, for what is to take its place."""
+    """Make a new name next to `folder`, for a file or folder that is to take its place."""
     return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
 @contextmanager
 def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails.
+    """Yield a new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails.
 
     Raises OSError if it cannot be written.
     """
@@ -87,7 +87,7 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-    """All that `lora.published` gives, unsharded, in CPU memory, block after block; a collective.
+    """Yield the tensors of `lora.published`, unsharded, in CPU memory, block after block; a collective.
 
     A tied parameter comes once, under its first name.
 
@@ -117,7 +117,7 @@ class WeightFiles:
     """The safetensors files of a model's folder, written one after the other.
 
     Args:
-        lm: model of `transformers`, which knows how its checkpoints call the weights.
+        lm: model of `transformers`, which knows the names of weights in its checkpoints.
         folder: a folder without weights.
     """
 
@@ -139,7 +139,7 @@ class WeightFiles:
             self._bytes += size
 
     def finish(self) -> None:
-        """Write what is left, and the index if there are several files. Raises OSError if that fails."""
+        """Write the last file, and the index if there are several. Raises OSError if that fails."""
         if self._open:
             self._write()
         count = len(self._written)

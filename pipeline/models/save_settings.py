@@ -1,4 +1,4 @@
-"""What a saved model has besides its weights: config, generation config, tokenizer and its own code.
+"""The files of a saved model besides its weights: config, generation config, tokenizer and its own code.
 
 `transformers` reads files that it then refuses to write. So a generation config is written as it came, and config and
 tokenizer are written once before anything starts, to a folder that is removed.
@@ -31,10 +31,10 @@ def save_settings(
 
     Args:
         lm: model of `transformers`.
-        tokenizer: of the model.
+        tokenizer: the model's.
         folder: is made if it is missing.
-        dtype: type of the saved weights; None leaves that of the model.
-        ends: tokens that the generation config names as ends; none leave it as it is.
+        dtype: type of the saved weights; None leaves the model's.
+        ends: tokens that the generation config names as ends; without any it stays as it is.
     """
     if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
         lm.generation_config.eos_token_id = as_stored(ends)
@@ -75,7 +75,7 @@ def check_settings(model: ModelConfig, tokenizer: Any) -> None:
     path = model.path or ""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    # What loads the model says what is wrong with its config.
+    # The loader of the model reports errors in its config.
     except (OSError, ValueError):
         return
     for what, key, part in (

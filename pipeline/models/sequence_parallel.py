@@ -5,7 +5,7 @@
     ...                                             ─►          ...
 
 The S ranks of a group see the same rows, and each computes everything but attention for T/S of the positions. Before
-attention they exchange, so that each has all positions of some heads, and behind it they exchange back.
+attention they exchange, so that each has all positions of some heads, and after it they exchange back.
 
 Each rank computes the predictions at its own positions, and `Share.join` gives all ranks the numbers of all, so that
 they compute one and the same loss. Each takes the gradient of its own numbers back: the sum over the ranks, which FSDP
@@ -28,7 +28,7 @@ class Share:
 
     group: dist.ProcessGroup
     own: Tensor
-    """[n] int64, which of the N positions that predict something are this rank's."""
+    """[n] int64, this rank's members of the N positions that predict something."""
 
     @property
     def ranks(self) -> int:
@@ -40,24 +40,24 @@ class Share:
         return packed.chunk(self.ranks, dim=1)[self.group.rank()]
 
     def join(self, values: Tensor, count: int) -> Tensor:
-        """[N] the values of all ranks; a collective, which its backward pass is not.
+        """[N] the values of all ranks; a collective, but its backward pass is not.
 
         Args:
-            values: [n] those of this rank.
+            values: [n] the values of this rank.
             count: N.
         """
         joined: Tensor = _Join.apply(values, self.own, count, self.group)
         return joined
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All positions of a part of the heads; a collective.
+        """Exchange parts of the positions for parts of the heads; a collective.
 
         Args:
             query: [T / S, h, D], with h a multiple of S.
-            key, value: [T / S, k, D], with h a multiple of k. Where S does not divide k, heads are repeated.
+            key, value: [T / S, k, D], with h a multiple of k. If S does not divide k, heads are repeated.
 
         Returns:
-            [T, h / S, D], and twice [T, lcm(k, S) / S, D].
+            [T, h / S, D], and twice [T, lcm(k, S) / S, D]: all positions of a part of the heads.
         """
         if query.shape[1] % self.ranks:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`slipstream.json` of an exported model: how its run prompted and sampled it, for serving it the same way.
+"""`slipstream.json` of an exported model: the prompt and sampling settings of its run, for serving it the same way.
 
 Nothing in the file makes a reader load code or other files: `trust_remote_code` and engine arguments come from a run's
 `config.yaml` or the command line.
@@ -18,12 +18,12 @@ FILE = "slipstream.json"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a run validated its model."""
+    """Settings with which a run validated its model."""
 
     run: str
     """`trainer.experiment_name`."""
     iteration: int
-    """Iterations of training behind the weights."""
+    """Iterations of training that led to the weights."""
     max_prompt_length: int
     """Longest prompt in tokens."""
     max_response_length: int
@@ -31,13 +31,13 @@ class ModelSettings:
     dtype: str
     """Type that the engine computed in."""
     enforce_eager: bool
-    """Whether the engine ran without compiled graphs, whose rounding differs."""
+    """True if the engine ran without compiled graphs, whose rounding differs."""
     temperature: float
-    """Of validation; 0 is greedy."""
+    """Temperature of validation; 0 is greedy."""
     top_p: float
-    """Of validation."""
+    """`top_p` of validation."""
     top_k: int
-    """Of validation; -1 is all tokens."""
+    """`top_k` of validation; -1 is all tokens."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template."""
     tool_parser: str = "none"
@@ -47,7 +47,7 @@ class ModelSettings:
 
     @classmethod
     def of(cls, config: Config, iteration: int) -> "ModelSettings":
-        """Those of a run."""
+        """Take the settings of a run."""
         sampling, rollout = config.rollout.val_kwargs, config.rollout
         playing = next((agent for agent in config.agent.agents().values() if agent.plays), None)
         return cls(
@@ -66,12 +66,12 @@ class ModelSettings:
         )
 
     def save(self, folder: Path) -> None:
-        """Write them into a model's folder."""
+        """Write the settings into a model's folder."""
         (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def load_settings(folder: Path) -> ModelSettings | None:
-    """The settings in a model's folder; None where it has none. Raises ValueError if the file is damaged."""
+    """Read the settings in a model's folder; None if it has none. Raises ValueError if the file is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None

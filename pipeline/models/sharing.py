@@ -1,11 +1,11 @@
-"""Prompt sharing: contexts with the same prompt pass through the model behind one copy of it.
+"""Prompt sharing: contexts with the same prompt pass through the model after one copy of it.
 
-    alone       prompt a1 a2      prompt b1 b2 b3
+    apart       prompt a1 a2      prompt b1 b2 b3
     together    prompt a1 a2 b1 b2 b3
 
 A response sees the prompt and itself (`attention.py`), and its positions continue from the prompt's end. Log-probs and
-gradients are those of the contexts alone, up to rounding. Everything but attention computes the prompt once, and
-attention never costs more than for the contexts alone.
+gradients are the same as for separate contexts, up to rounding. Everything but attention computes the prompt once, and
+attention never costs more than for separate contexts.
 """
 
 import inspect
@@ -33,18 +33,18 @@ LONGEST_TRIED = 512
 
 @dataclass(frozen=True)
 class Passes:
-    """How rows pass through a model."""
+    """The passes of rows through a model."""
 
     packed: bool
-    """Whether they stand end to end, without padding."""
+    """True if rows stand end to end, without padding."""
     shared: bool
-    """Whether contexts share their prompt."""
+    """True if contexts share their prompt."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What was chosen for the model, in words."""
+    """Sentences on the choices made for the model."""
 
     @classmethod
     def of(cls, module: Any, share_prompts: str, sequence: int = 1) -> "Passes":
-        """How rows pass through `module`, which is not sharded yet; prepares it for that.
+        """Choose the passes of rows through `module`, which is not sharded yet, and prepare it for them.
 
         Args:
             module: the model; only one with a `decoder` can pack rows.
@@ -52,7 +52,7 @@ class Passes:
             sequence: `actor.parallel.sequence`.
 
         Raises ValueError if the model cannot pack rows, and the setting is `always` or ranks divide the positions; or
-        if a row's numbers depend on the rows beside it.
+        if a row's numbers depend on the other rows of a pass.
         """
         decoder = getattr(module, "decoder", None)
         reason = "it is no decoder" if decoder is None else enable(decoder)
@@ -71,7 +71,7 @@ class Passes:
         return cls(False, False, tuple(notes))
 
     def taking(self, way: Way, module: Any) -> "Passes":
-        """How rows pass through `module` from now on, whose attention becomes that of `way`."""
+        """Return the passes that `way` describes, and set the attention of `module` to it."""
         module.decoder.config.get_text_config()._attn_implementation = way.attention
         return replace(self, packed=way.packed, shared=way.shared)
 
@@ -79,7 +79,7 @@ class Passes:
 def pack_rows(
     rows: TokenBatch, index: Sequence[int], max_tokens: int, shared: bool, whole: bool
 ) -> tuple[list[list[int]], list[int] | None]:
-    """Packs of all contexts of the rows `index`, and which of them must stay together: `units` of `micro_batches.py`.
+    """Group all contexts of the rows `index` into packs; returns them, and `units` of packs that must stay together.
 
     Args:
         rows, max_tokens, shared: as in `share_prefixes`.
@@ -103,13 +103,13 @@ def pack_rows(
 
 
 def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shared: bool) -> list[list[int]]:
-    """Packs of the contexts `index`, in that order; those of a pack share one copy of their prompt.
+    """Group the contexts `index` into packs, in that order; contexts of a pack share one copy of their prompt.
 
     Args:
         rows: rows with any prompts; only neighbours in `index` share.
         index: contexts.
         max_tokens: most tokens of a pack; a single context may be longer.
-        shared: whether any share; else each context is a pack.
+        shared: whether contexts share prompts; else each context is a pack.
     """
     if not shared:
         return [[context] for context in index]
@@ -130,10 +130,11 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
 
 @torch.no_grad()
 def enable(decoder: Any) -> str | None:
-    """Let a decoder, which FSDP does not shard yet, attend over packed rows; why it cannot, or None if it can now.
+    """Let a decoder, which FSDP does not shard yet, attend over packed rows; returns why it cannot, or None if it can.
 
-    It looks at the configuration, and then tries: two responses behind one prompt, and a context beside them, must have
-    the hidden states that each has alone. If ranks have slices of the weights, a small decoder is tried (`whole`).
+    The configuration is checked first. Then a trial follows: two responses after one prompt, and another context, must
+    have the hidden states that each has in a pass of its own. If ranks have slices of the weights, a small decoder is
+    tried (`whole`).
     """
     config = own = decoder.config.get_text_config()
     if config._attn_implementation == PACKED:
@@ -159,7 +160,7 @@ def enable(decoder: Any) -> str | None:
             own._attn_implementation = PACKED
             return None
         reason = "it gives other numbers with packed rows"
-    except Exception as error:  # noqa: BLE001 (whatever a model's own code raises)
+    except Exception as error:  # noqa: BLE001 (a model's own code may raise anything)
         reason = f"it failed with packed rows: {error}"
     config._attn_implementation = "sdpa"
     return reason
@@ -167,10 +168,10 @@ def enable(decoder: Any) -> str | None:
 
 @torch.no_grad()
 def _why_not_padded(decoder: Any) -> str | None:
-    """Why a decoder cannot take rows that are padded on the right; None if each has the numbers that it has alone.
+    """Return why a decoder cannot take rows that are padded on the right; None if it gives a row the same numbers as in
+    a pass of its own.
 
-    The longer row beside it passes each length at which the configuration says that something changes, if that is
-    short.
+    The longer row in the trial passes each length at which the configuration changes something, if that is short.
     """
     decoder = whole(decoder)
     config = decoder.config.get_text_config()
@@ -201,6 +202,6 @@ def _hidden(decoder: Any, rows: TokenBatch, packs: list[list[int]], packed: bool
 
 
 def _differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two computations in `dtype` differ by more than rounding."""
+    """Return whether two computations in `dtype` differ by more than rounding."""
     tolerance = ROUNDING if dtype == torch.float32 else COARSE_ROUNDING
     return bool((ours - theirs).abs().max() > tolerance * theirs.abs().max())

@@ -1,12 +1,12 @@
 """Sharded loading: each rank reads its own slices of the weights, so that no rank ever holds a whole model.
 
     transformers builds the model without memory ─► `place` puts a placeholder for this rank's slice in each weight's
-    place ─► transformers reads what the placeholders ask for ─► `adopt` hands the slices to FSDP
+    place ─► transformers reads the slices of the placeholders ─► `adopt` hands the slices to FSDP
 
 1. `transformers` knows all formats, names and conversions of weights, and reads no more of a file than a placeholder (a
-   `DTensor`) covers. Its own FSDP has one fixed precision and no choice of what is freed when, so `fsdp.shard` applies
-   ours, to a model whose weights are on the meta device, and gives it the slices.
-2. Slices are those that FSDP itself would cut: rows in equal chunks, of what tensor parallelism leaves to this rank.
+   `DTensor`) covers. Its own FSDP has one fixed precision and no choice of when weights are freed, so `fsdp.shard`
+   applies ours, to a model whose weights are on the meta device, and gives it the slices.
+2. FSDP itself would cut the same slices: equal chunks of the rows that tensor parallelism leaves to this rank.
 3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on ranks.
 """
 
@@ -31,13 +31,13 @@ LOADER = ["model", "state_dict", "checkpoint_files", "load_config"]
 """First arguments of the private loader of `transformers` that is replaced while a model is read."""
 
 Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
-"""Slices by their id, each with the modules that hold it (several where weights are tied) and its name there."""
+"""Slices by their id, each with the modules that hold it (several if weights are tied) and its name there."""
 
 
 def place(lm: Any, mesh: Mesh) -> None:
     """Divide `lm`, whose weights are on the meta device, and put placeholders for this rank's slices into it.
 
-    Raises ValueError if tensor or expert parallelism is wanted of a class without a plan for it.
+    Raises ValueError if the class has no plan for the tensor or expert parallelism of `mesh`.
     """
     if mesh.tensor:
         divide(lm, mesh)
@@ -54,7 +54,7 @@ def place(lm: Any, mesh: Mesh) -> None:
 
 
 def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
-    """The placeholder of this rank's rows, of a whole weight or of its part in the tensor group."""
+    """Make the placeholder of this rank's rows, of a whole weight or of its part in the tensor group."""
     part, ranks, placements = parameter, mesh.shards, list[Placement]([Shard(0)])
     if isinstance(parameter, DTensor):
         assert mesh.both is not None and mesh.tensor is not None
@@ -70,12 +70,12 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
 
 @contextmanager
 def reading_slices(mesh: Mesh) -> Iterator[None]:
-    """Inside, `from_pretrained` of `transformers` reads this rank's slices alone.
+    """Let `from_pretrained` of `transformers` read only this rank's slices within the block.
 
-    A `transformers` whose loader has another form than the one that is known reads whole weights, with a warning.
+    A `transformers` whose loader has another form than the known one reads whole weights, with a warning.
 
-    Raises ValueError there if a file holds a weight of another shape than the model's configuration says, of which
-    slices would be read without an error; and at once where a tensor group needs slices of an unknown loader.
+    Raises ValueError there if a weight in a file has another shape than in the model's configuration: its slices would
+    be read without an error. Raises it at once if a tensor group needs slices of an unknown loader.
     """
     from safetensors import safe_open
     from transformers import PreTrainedModel, __version__, modeling_utils
@@ -98,7 +98,7 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
         return read(model, state, files, *more, **options)
 
     def open_file(file: str, **options: Any) -> Any:
-        # Of a mapped file, pages beside the slices would stay in memory as long as the slices do.
+        # If the file were mapped, pages around the slices would stay in memory as long as the slices do.
         return safe_open(file, **options | {"backend": "pread"})
 
     with (
@@ -118,7 +118,7 @@ def _check_shapes(lm: Any, files: list[str]) -> None:
         with safe_open(file, framework="pt") as weights:
             for name in sorted(weights.keys() & shapes.keys()):
                 stored = weights.get_slice(name).get_shape()
-                # Of few rows is a head, which is read whole, and compared by transformers.
+                # A weight of one row is a head: it is read whole, and transformers compares its shape.
                 if stored != shapes[name] and shapes[name][0] > 1:
                     raise ValueError(f"{file} holds {name} of shape {stored}, but config.json says {shapes[name]}")
 

@@ -1,11 +1,11 @@
 """Special tokens: a chat template writes them, and text from outside never becomes one.
 
 1. If a text of a conversation spells a special token, the template gets the text with a stand-in for the last character
-   of that spelling (`Spellings`). So every special token in what it writes is its own.
+   of that spelling (`Spellings`). So every special token in its output is its own.
 2. A copy of the tokenizer knows the special tokens by random names. The template's own ones are renamed, the characters
    are put back, and the copy encodes the whole text at once. So merges, and spaces that a tokenizer puts in front of
-   texts, are those of the tokenizer.
-3. If no text spells one, the tokenizer encodes what the template wrote.
+   texts, are the tokenizer's.
+3. If no text spells one, the tokenizer encodes the template's output.
 
 Added tokens that are not special, such as `<think>`, stay what they are. So do tokens of one character.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BLANK = " \t\r\n▁"
-"""Added tokens of these characters alone are ordinary text: runs of white space, which some vocabularies add."""
+"""Added tokens of only these characters are ordinary text: runs of white space, which some vocabularies add."""
 STAND_INS = [chr(number) for number in range(0x10600, 0x10737)]
-"""Letters of Linear A: no text has them. They are printable and have no case, so templates leave them alone."""
+"""Letters of Linear A: no text has them. They are printable and have no case, so templates do not change them."""
 
 
 class Spellings:
@@ -33,26 +33,26 @@ class Spellings:
     def __init__(self, special: re.Pattern, given: Any, place: str) -> None:
         self._special, self._place = special, place
         self._characters: dict[str, str] = {}
-        """Stand-in to character."""
+        """Character of each stand-in."""
         texts = [*texts_of(given)]
         self._found = sorted({found for text in texts for found in special.findall(text)})
         if self._found:
             whole = "\n".join(texts)
             unused = (letter for letter in STAND_INS if letter not in whole and _escaped(letter) not in whole)
-            # What is left of a spelling may spell a shorter one.
+            # The rest of a spelling may spell a shorter one.
             characters = sorted({character for text in self._found for character in text})
             self._characters = dict(zip(unused, characters, strict=False))
         self._stand_ins = {character: letter for letter, character in self._characters.items()}
 
     @property
     def note(self) -> str:
-        """A sentence on those that are there; empty if there are none."""
+        """A sentence on the spellings that are there; empty if there are none."""
         if not self._found:
             return ""
         return f"texts spell special tokens of the tokenizer ({', '.join(self._found):.200}), and are read as text"
 
     def hide(self, value: Any) -> Any:
-        """`value` of JSON's types, with stand-ins."""
+        """Return `value`, of JSON's types, with stand-ins."""
         if not self._found:
             return value
         if isinstance(value, str):
@@ -64,13 +64,13 @@ class Spellings:
         return [self.hide(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def show(self, text: str) -> str:
-        """`text` with the characters that stand-ins stand for."""
+        """Return `text` with the characters in place of their stand-ins."""
         for letter, character in self._characters.items():
             text = text.replace(letter, character).replace(_escaped(letter), character)
         return text
 
     def render(self, template: Callable[[Any], str], given: Any) -> str:
-        """What the template writes, with stand-ins.
+        """Return the template's output, with stand-ins.
 
         Args:
             template: writes `given`.
@@ -96,7 +96,7 @@ class Spellings:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and its way to encode what a template wrote."""
+    """The special tokens of a tokenizer, and its way to encode a template's output."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -112,15 +112,15 @@ class SpecialTokens:
         self._names = {text: f"\ue000{secrets.token_hex(8)}\ue000" for text in self.texts}
 
     def spellings(self, given: Any, place: str = "") -> Spellings:
-        """Those in the texts of a conversation, at any depth; `place` is the beginning of errors."""
+        """Find the spellings in the texts of a conversation, at any depth; `place` is the beginning of errors."""
         return Spellings(self.special, given, place)
 
     def encode(self, texts: Sequence[str], spellings: Sequence[Spellings]) -> list[list[int]]:
-        """Tokens of what a template wrote.
+        """Encode a template's output.
 
         Args:
             texts: with stand-ins (`Spellings.render`), or parts of such texts.
-            spellings: of the conversation of each.
+            spellings: spellings of each text's conversation.
 
         Raises:
             ValueError: a text spells a special token, and the tokenizer is not one of the `tokenizers` library.
@@ -135,12 +135,12 @@ class SpecialTokens:
         return ids
 
     def ordinary(self, text: str) -> list[int]:
-        """Tokens of `text`, none of which is special."""
+        """Encode `text` as ordinary text: no id is a special token's."""
         ids: list[int] = self._copy.encode(text, add_special_tokens=False).ids
         return [self._ids.get(number, number) for number in ids]
 
     def count(self, ids: Iterable[int]) -> int:
-        """How many of `ids` are special tokens."""
+        """Count the special tokens among `ids`."""
         return sum(map(self._special_ids.__contains__, ids))
 
     def _encode(self, text: str, spellings: Spellings) -> list[int]:
@@ -160,7 +160,7 @@ class SpecialTokens:
 
     @cached_property
     def _copy(self) -> "Tokenizer":
-        """The tokenizer with the names of its special tokens. It takes seconds, and 100 MB, of a large vocabulary."""
+        """The tokenizer with random names of its special tokens. It takes seconds and 100 MB for a large vocabulary."""
         from tokenizers import Tokenizer
 
         names = self._names
@@ -183,7 +183,7 @@ class SpecialTokens:
 
     @cached_property
     def _ids(self) -> dict[int, int]:
-        """Ids of the copy that are others in the tokenizer."""
+        """Map from the copy's ids to the tokenizer's, for ids that differ."""
         found = {}
         for number, token in self.tokenizer.added_tokens_decoder.items():
             copied = self._copy.token_to_id(self._names.get(token.content, token.content))
@@ -194,12 +194,12 @@ class SpecialTokens:
 
 @lru_cache(maxsize=2)
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
-    """The `SpecialTokens` of a tokenizer; all who ask share them, as the copy is large."""
+    """Return the `SpecialTokens` of a tokenizer; all callers share them, as the copy is large."""
     return SpecialTokens(tokenizer)
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts in a value of JSON's types."""
+    """Yield the texts in a value of JSON's types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -212,7 +212,8 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def alternatives(texts: Iterable[str]) -> re.Pattern:
-    """Matches any of `texts`, the longest first; nothing if there are none. Thousands take no longer than a few."""
+    """Compile a pattern for any of `texts`, the longest first, or for nothing if there are none. Thousands of texts
+    take no longer than a few."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -231,11 +232,11 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _parts(merge: str | list[str]) -> list[str]:
-    """What a merge of a BPE puts together, and what it makes of it."""
+    """Return the two parts of a BPE merge, and their join."""
     pair = merge.split(" ", 1) if isinstance(merge, str) else merge
     return [*pair, "".join(pair)]
 
 
 def _escaped(letter: str) -> str:
-    """The letter as JSON in ASCII has it."""
+    """Return the letter as JSON in ASCII has it."""
     return json.dumps(letter)[1:-1]

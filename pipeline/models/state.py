@@ -18,5 +18,5 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor of a model is a parameter, which may have another type elsewhere; a buffer keeps its own."""
+    """Return whether a tensor is a parameter, which may have another type elsewhere; a buffer keeps its own."""
     return isinstance(tensor, nn.Parameter)

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Marks of transformers around answers, which Jinja alone does not know."""
+"""Marks of transformers around answers, which plain Jinja does not know."""
 _CHOOSES = "chat_template"
 """Argument that replaces the template, or chooses among several."""
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
-"""What transformers gives each template, besides special tokens."""
+"""Variables that transformers gives each template, besides special tokens."""
 
 
 def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `data.apply_chat_template_kwargs` that the chat template does not read.
 
     Raises:
-        ValueError: a sentence that names one, and those that the template reads.
+        ValueError: a sentence that names one, and the arguments that the template reads.
     """
     names = [str(name) for name in arguments if name != _CHOOSES]
     if not names:
@@ -39,14 +39,14 @@ def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Ma
 
 
 def arguments_of(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> set[str]:
-    """The variables that the chat template takes from outside.
+    """Return the variables that the chat template takes from outside.
 
     Args:
         tokenizer: the tokenizer.
         template: another template, or the name of one of the tokenizer's.
 
     Raises:
-        ValueError: there is no such template, or it is not valid Jinja.
+        ValueError: the template does not exist, or is not valid Jinja.
     """
     import jinja2.meta
 

@@ -1,9 +1,9 @@
 """Tensor and expert parallelism by the plans that `transformers` has for its classes.
 
-A plan says of each module how its weights are divided and what its forward pass exchanges. Applied to a model on the
-meta device, it leaves `DTensor` placeholders of this rank's part, of which FSDP then divides the rows (`slices.py`).
-FSDP is applied over a mesh of one rank, too: the style of `q_norm` sums `param.grad` over the tensor group in each
-backward pass, which without FSDP has the gradients of earlier micro-batches in it, summed already.
+A plan defines for each module how its weights are divided and what its forward pass exchanges. Applied to a model on
+the meta device, it leaves `DTensor` placeholders of this rank's part. FSDP then divides their rows (`slices.py`). FSDP
+is applied over a mesh of one rank, too: the style of `q_norm` sums `param.grad` over the tensor group in each backward
+pass, which without FSDP has the gradients of earlier micro-batches in it, summed already.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def divide(lm: Any, mesh: Mesh) -> None:
     A tied embedding is divided by rows, as the head is, so that both stay one weight.
 
     Raises:
-        ValueError: the class has no plan, or a size is no multiple of the tensor group.
+        ValueError: the class has no plan, or a size is not a multiple of the tensor group.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import (

@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
 def load_tokenizer(
     model: ModelConfig, needs_chat_template: bool = True, key: str | None = None
 ) -> "PreTrainedTokenizerBase":
-    """Tokenizer of `model.tokenizer_path`, or else of `model.path`; errors call that setting `key`.
+    """Load the tokenizer of `model.tokenizer_path`, or else of `model.path`; errors call that setting `key`.
 
     Raises:
         ValueError: the folder is missing or holds no tokenizer, the tokenizer cannot be loaded, or it has no chat
@@ -41,7 +41,7 @@ def load_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    # Damaged files surface as whatever the format's own reader raises (the Rust tokenizers raise plain Exception).
+    # Readers of the formats may raise any error for damaged files (the Rust tokenizers raise plain Exception).
     except Exception as error:
         raise ValueError(
             f"{key}: the tokenizer of {path} cannot be loaded: {short_reason(error)}. Check that it is a model folder "

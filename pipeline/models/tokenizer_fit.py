@@ -1,4 +1,4 @@
-"""Whether a model has a row of its embedding for each token that its tokenizer may give."""
+"""A check that a model has a row of its embedding for each token that its tokenizer may give."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GIVEN = ("bos_token", "eos_token", "unk_token")
-"""Roles of tokens that prompts and answers may hold. Others, such as those of padding or images, are not written."""
+"""Roles of tokens that prompts and answers may hold. Others, such as padding or images, are not written."""
 DIALOGUE = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hello."},
@@ -17,10 +17,10 @@ DIALOGUE = [
 
 
 def vocabulary(model: ModelConfig) -> int | None:
-    """Rows of the embedding of `model.path` by its configuration; None if that cannot be read."""
+    """Return the rows of the embedding of `model.path` by its configuration; None if that cannot be read."""
     from transformers import AutoConfig
 
-    # The loader of the model says what is wrong with its files.
+    # The loader of the model reports errors in its files.
     try:
         config = AutoConfig.from_pretrained(model.path or "", trust_remote_code=model.trust_remote_code)
     except Exception:  # noqa: BLE001 (each class has errors of its own)
@@ -30,12 +30,12 @@ def vocabulary(model: ModelConfig) -> int | None:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, rows: int | None, model: str) -> str:
-    """A note on tokens without a row in the embedding, which nothing can give; empty if there are none.
+    """Return a note on tokens without a row in the embedding, if nothing can give them; empty if there are none.
 
     Args:
-        tokenizer: whose ids the model reads.
+        tokenizer: gives the ids that the model reads.
         source: its folder or Hub name.
-        rows: of the model's embedding; None if they are not known.
+        rows: rows of the model's embedding; None if they are not known.
         model: the setting and the path of the model, for sentences.
 
     Raises:
@@ -63,12 +63,12 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, r
 
 
 def _written(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The chat template, and what it makes of a dialogue: marks may be put together from parts."""
+    """Return the chat template, and its output for a dialogue: marks may be put together from parts."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return ""
     texts = [str(text) for text in (template.values() if isinstance(template, dict) else [template])]
-    # A template is foreign code and may raise anything; the commands that use it say so.
+    # A template is foreign code and may raise anything; the commands that use it report that.
     try:
         texts.append(str(tokenizer.apply_chat_template(DIALOGUE, tokenize=False, add_generation_prompt=True)))
     except Exception:  # noqa: BLE001

@@ -1,7 +1,7 @@
 """The value model: the decoder of a causal language model with a linear head that gives one value per token.
 
-1. Inputs are those of the policy (`policy.py`). The value of a response token is read where the token is predicted, so
-   it is the value of the tokens before it.
+1. Inputs are the same as the policy's (`policy.py`). The value of a response token is read at the position that
+   predicts the token, so it is the value of the tokens before it.
 2. The language model's head is dropped, unless it is tied to the embedding.
 3. The value head starts at 0, so that the first advantages are plain returns, without the noise of a random head.
 """
@@ -40,7 +40,7 @@ class ValueModel(nn.Module):
         without_dropout(self.decoder)
         self.vocab_size = embedding.num_embeddings
         # FSDP wants one type of the trained weights of a group, and the head is in the root's, with the last norm.
-        # Beside a frozen decoder it is float32, as adapters are.
+        # With a frozen decoder it is float32, as adapters are.
         dtype = embedding.weight.dtype if embedding.weight.requires_grad else torch.float32
         self.head = nn.Linear(head.in_features, 1, dtype=dtype, device=embedding.weight.device)
         nn.init.zeros_(self.head.weight)
@@ -49,13 +49,13 @@ class ValueModel(nn.Module):
     def forward(
         self, input_ids: Tensor, logit_index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
     ) -> Tensor:
-        """Values of response tokens.
+        """Compute values of response tokens.
 
         Args:
             input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
             logit_index: [N] int64, flat positions in B*T, as in `Policy.forward`.
             positions: [1, T] int64, positions in each context, if packed.
-            packing: where the contexts are, if packed.
+            packing: places of the contexts, if packed.
 
         Returns:
             values [N] float32; in the graph also for N = 0, for the ranks' collectives.
@@ -64,7 +64,7 @@ class ValueModel(nn.Module):
         return packing.share.join(values, len(logit_index)) if packing and packing.share else values
 
     def try_pass(self, device: torch.device) -> None:
-        """A forward pass over a few tokens."""
+        """Run a forward pass over a few tokens."""
         ids = few_tokens(self.decoder, device)
         self(ids, torch.arange(ids.numel(), device=device))
 
@@ -72,14 +72,14 @@ class ValueModel(nn.Module):
 def load_value_model(
     policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None, longest: int | None = None
 ) -> ValueModel:
-    """The critic, with a value head of zeros.
+    """Load the critic, with a value head of zeros.
 
     Args:
         policy: settings of the policy's model, which the critic shares.
-        path: `critic.path`; the checkpoint may lack a language-model head, as that of a reward model does. None takes
-            the policy's model.
+        path: `critic.path`; the checkpoint may lack a language-model head, as a reward model's does. None takes the
+            policy's model.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
-        longest: tokens of the longest row; None for what the model was made for.
+        longest: tokens of the longest row; None for the model's own limit.
 
     Raises ValueError for no path, an incomplete or unsupported model, or a vocabulary without all of the policy's
     tokens.

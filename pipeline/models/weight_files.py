@@ -1,12 +1,12 @@
-"""The files in a model's folder that hold its weights, and those that do not.
+"""The files in a model's folder that hold its weights, and the files that do not.
 
     transformers_weights of config.json > model.safetensors > its index > pytorch_model.bin > its index
 
-1. The first of these is the model, as `transformers` chooses; an index is what it names. All other files of weights are
-   left out: another set, old shards, an adapter.
+1. The first of these is the model, as `transformers` chooses; an index stands for the files that it names. All other
+   files of weights are left out: another set, old shards, an adapter.
 2. vLLM would read every safetensors file of a folder without an index, and `transformers` would load an adapter that
-   lies next to the model. So whoever reads a folder with such files gets a folder of links without them (`alone`), and
-   trainer and engines have the same weights.
+   lies next to the model. So every reader of a folder with such files gets a folder of links without them (`alone`),
+   and trainer and engines have the same weights.
 3. PyTorch's own files are pickles. They are read with `weights_only`, here and by both libraries, so none runs code.
 """
 
@@ -29,7 +29,7 @@ from pipeline.errors import short_reason
 CONFIG, EXPLICIT = "config.json", "transformers_weights"
 SAFETENSORS, PYTORCH = ".safetensors", ".bin"
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What may hold a model, in the order in which `transformers` looks."""
+"""Files that may hold a model, in the order in which `transformers` looks."""
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 FOREIGN = {
@@ -44,7 +44,7 @@ FOREIGN = {
 }
 """Endings of files of weights that are not read, with the name of their format."""
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""How files of a trainer begin, which end as files of weights do."""
+"""Beginnings of the names of a trainer's files, which end like files of weights."""
 LFS = b"version https://git-lfs"
 CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
@@ -58,20 +58,20 @@ class WeightFiles:
     """The files of weights in a folder."""
 
     files: tuple[Path, ...]
-    """Those of the model, by name; none if there is nothing that can be read."""
+    """Files of the model, by name; none if there is nothing that can be read."""
     others: tuple[str, ...]
-    """Names of all others that a reader could take for the model's, and of an adapter's files."""
+    """Names of all other files that a reader could take for the model's, and of an adapter's files."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The file of each tensor by an index, if there is one."""
 
     @property
     def adapter(self) -> bool:
-        """Whether an adapter lies next to the model."""
+        """True if an adapter lies next to the model."""
         return not set(ADAPTER).isdisjoint(self.others)
 
     @property
     def mislead_engines(self) -> bool:
-        """Whether vLLM, which reads all files of one ending or those of an index, would read others."""
+        """True if vLLM, which reads all files of one ending or of an index, would read other files."""
         if self.places and all(place.endswith(SAFETENSORS) for place in self.places.values()):
             return any(name.startswith("consolidated") and name.endswith(SAFETENSORS) for name in self.others)
         endings = (
@@ -81,7 +81,7 @@ class WeightFiles:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """The files of weights in `folder`, of which nothing but indexes is read.
+    """Find the files of weights in `folder`; reads only indexes.
 
     Raises:
         ValueError: an index is damaged, or names a file that is not there.
@@ -109,8 +109,8 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def model_files(path: str | Path | None) -> Path | None:
-    """The folder with the files of the model at `path`, a folder or a Hub name: for a name the cache of the Hub, which
-    may hold some of them; None if there is no `config.json` on this machine."""
+    """Return the folder with the files of the model at `path`, a folder or a Hub name: for a name the cache of the Hub,
+    which may hold some of them; None if its `config.json` is not on this machine."""
     folder = Path(path or "")
     if path and (folder / CONFIG).is_file():
         return folder
@@ -123,7 +123,7 @@ def model_files(path: str | Path | None) -> Path | None:
 
 
 def read_config(path: str | None) -> dict[str, Any]:
-    """`config.json` of the model at `path`, a folder or a Hub name; empty if it is not on this machine.
+    """Read `config.json` of the model at `path`, a folder or a Hub name; empty if it is not on this machine.
 
     Raises:
         ValueError: see `read_json`.
@@ -149,7 +149,7 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         ValueError: it holds something else.
@@ -169,10 +169,10 @@ _POINTER = "is a pointer of Git LFS and not the file itself; run git lfs pull in
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a safetensors or PyTorch file by name, without reading them.
+    """Return the shapes of the tensors of a safetensors or PyTorch file by name, without reading them.
 
     Raises:
-        ValueError: the file is damaged, is no file of weights, or could run code.
+        ValueError: the file is damaged, is not a file of weights, or could run code.
     """
     status = file.stat()
     return _shapes(file, status.st_mtime_ns, status.st_size)
@@ -211,7 +211,7 @@ def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
         places = {name: (tensor.untyped_storage()._cdata, tensor.storage_offset()) for name, tensor in state.items()}
         once = {place: name for name, place in reversed(places.items())}
         return {name: tuple(tensor.shape) for name, tensor in state.items() if once[places[name]] == name}
-    # Damaged files surface as whatever the reader of the format raises.
+    # A reader raises its own errors for damaged files.
     except Exception as error:
         raise ValueError(
             f"{file} cannot be read as tensors alone (weights_only): {short_reason(error)}; download it again or, if "
@@ -220,7 +220,7 @@ def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of the model in `folder` by name; none without weights.
+    """Return shapes of all tensors of the model in `folder` by name; none without weights.
 
     Raises:
         ValueError: see `find_weights` and `tensor_shapes`.
@@ -229,7 +229,7 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(folder: Path, key: str) -> None:
-    """Raises ValueError if `folder`, which the setting `key` names, holds no weights of a model that can be read."""
+    """Raise ValueError if `folder`, which the setting `key` names, holds no weights of a model that can be read."""
     found = find_weights(folder)
     model_shapes(folder)
     if found.files:
@@ -251,7 +251,7 @@ def check_weights(folder: Path, key: str) -> None:
 
 
 def note(folder: Path, model: str) -> str:
-    """A sentence on files of weights in `folder` that are not read; empty without any. `model` is its name there.
+    """Return a sentence on files of weights in `folder` that are not read, or "". It calls the folder `model`.
 
     Raises ValueError as `find_weights`.
     """
@@ -274,8 +274,8 @@ def note(folder: Path, model: str) -> str:
 
 @contextmanager
 def alone(folder: str | Path) -> Iterator[str]:
-    """`folder` for readers that choose files by themselves: a folder of links, while the block runs, if other weights
-    than the model's lie there. A Hub name stays.
+    """Yield `folder` for readers that choose files by themselves: while the block runs, a folder of links if other
+    weights than the model's lie there. A Hub name stays.
 
     Raises ValueError as `find_weights`.
     """

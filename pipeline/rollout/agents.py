@@ -1,4 +1,4 @@
-"""An agent of the config as an engine has it: its settings, the processes of its episodes, and its language."""
+"""An engine's agent: its settings, the processes of its episodes, and its language."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from pipeline.agent.hosted import Hosted
 
 NOTHING = Loaded([], {}, environment=False, closes=False, forks=False)
-"""What an agent has whose episodes are single answers."""
+"""The code of an agent whose episodes are single answers: none."""
 
 
 class Agent:
-    """What plays the episodes of the rows that choose it.
+    """One agent of an engine: opens the episodes of the rows that choose it.
 
     Args:
-        name: what it is called on hosts, by all engines.
+        name: its name on hosts, the same for all engines.
         config: its settings.
         data: the section `data`.
-        tokenizer: of the model.
-        endpoint: where the commands of all agents ask.
-        hosts: hold the processes of its episodes; with none of them, these are beside the engine.
+        tokenizer: the model's.
+        endpoint: receives the requests of all agents' commands.
+        hosts: run the processes of its episodes; if there are none, the engine's node runs them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Agent:
             return None, World(config, None, {}, environment=False)
         session = await self._processes.open(row, seed, config.open_timeout_s)
         if config.command:
-            # It asks at an address of this node (`AgentConfig.problems`).
+            # The command sends its requests to an address of this node (`AgentConfig.problems`).
             assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
@@ -102,7 +102,7 @@ class Agent:
 
 
 def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | Hosted":
-    """What holds the processes of an agent's episodes."""
+    """Return the processes of an agent's episodes, on this node or, if there are any, on `hosts`."""
     if not hosts.actors:
         return Processes(config)
     # Imports Ray, which a dry run does without.
@@ -112,7 +112,7 @@ def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes
 
 
 def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:
-    """How this tokenizer continues conversations with these tools.
+    """Build the language in which this tokenizer continues conversations with these tools.
 
     Raises:
         ValueError: its chat template cannot continue them, or no parser reads its tool calls.

@@ -33,7 +33,7 @@ def dry_episodes(config: Config, tokenizer: Any, prompts: Iterable[pa.Table], ca
     Args:
         config: the run's configuration.
         tokenizer: the model's.
-        prompts: tables of prompts, of which the first `ROWS` rows of each agent are tried.
+        prompts: tables of prompts; the first `ROWS` rows of each agent are tried.
         calls: whether each tool is called, too, with arguments that are made up.
 
     Returns:
@@ -97,13 +97,13 @@ class Rehearsal(Episodes):
         self._answer: list[int] = []
 
     async def prove(self, stop: list[str]) -> list[dict[str, Any]]:
-        """Load environment and tools, and prove that conversations can go on; the schemas of the tools.
+        """Load environment and tools, and prove that conversations can go on; returns the schemas of the tools.
 
         Args:
             stop: texts that end an answer.
 
         Raises:
-            ValueError: one of them cannot be done, or the settings do not fit the tools. An environment may have some
+            ValueError: one of them cannot be done, or the settings do not fit the tools. An environment may have tools
                 of its own, so that this is known only now.
         """
         agent, tools = self._agent.config, (await self._agent.load()).tools
@@ -118,13 +118,13 @@ class Rehearsal(Episodes):
         return tools
 
     def summary(self) -> str:
-        """What its episodes are, in one line."""
+        """Describe its episodes in one line."""
         if not self._agent.config.plays:
             return "single answers"
         return f"{self._most} answers at most; {self.bridge.summary()}"
 
     async def play(self, prompts: pa.Table) -> list[Episode]:
-        """Episodes whose answers are all `ANSWER`. Raises ValueError where each of them fails."""
+        """Run the prompts' episodes with `ANSWER` for every answer. Raises ValueError if all of them fail."""
         self._answer = self.bridge.answer(ANSWER, [])
         episodes = await self._run(prompts)
         if all(episode.error for episode in episodes):
@@ -137,7 +137,7 @@ class Rehearsal(Episodes):
         return episodes
 
     async def call(self, prompt: pa.Table, tool: dict[str, Any]) -> tuple[str, str]:
-        """A line on what a tool replies to made-up arguments."""
+        """Call a tool with made-up arguments; returns a line (name, text) on its reply."""
         name, arguments = tool["function"]["name"], example(tool)
         self._answer = self.bridge.answer("", [Call("call00000", name, arguments)])
         [episode] = await self._run(prompt)
@@ -165,7 +165,7 @@ def _signature(tool: dict[str, Any]) -> str:
 
 
 def _shown(tokenizer: Any, episodes: list[Episode]) -> list[tuple[str, str]]:
-    """Lines on episodes, of which the first one that did not fail is shown."""
+    """Return lines on episodes; the first one that did not fail is shown."""
     first = next(episode for episode in episodes if not episode.error)
     lines = [("first prompt", str(tokenizer.decode(first.prompt_ids))), (f"reply to {ANSWER!r}", _reply(first))]
     failed = [episode.error for episode in episodes if episode.error]
@@ -175,7 +175,7 @@ def _shown(tokenizer: Any, episodes: list[Episode]) -> list[tuple[str, str]]:
 
 
 def _reply(episode: Episode) -> str:
-    """What follows the first answer; of an episode with several contexts only how it went."""
+    """Describe the reply to the first answer; for several contexts, only their number, the answers' and the score."""
     if len(episode.contexts) > 1:
         return f"{episode.turns} answers in {len(episode.contexts)} contexts, score {episode.score:g}"
     [context] = episode.contexts

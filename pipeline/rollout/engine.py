@@ -1,13 +1,13 @@
 """The engine loop: one vLLM engine stepped by one thread, chunks submitted from anywhere.
 
 The thread owns the engine. Callers give it commands, which run between two steps in the order they came. A command
-marked `when_idle` waits until no request is running, and the commands behind it wait for it: that is how weights change
-between chunks. An `update` changes them inside chunks; it waits only for those submitted with `one_version`. Finished
+marked `when_idle` waits until no request is running, and later commands wait for it: this is how weights change
+between chunks. An `update` changes them inside chunks; it waits only for chunks submitted with `one_version`. Finished
 requests are collected by chunk, so chunks overlap freely and the engine's batch stays full.
 
 A chunk of episodes holds a lease from its first turn to its last. Between two turns, while all episodes wait for their
 environments, no request runs, and the lease keeps a command `when_idle` waiting nevertheless. Requests of a granted
-lease run ahead of waiting commands: those wait for the episodes, and never the episodes for them.
+lease run ahead of waiting commands: the commands wait for the episodes, and never the episodes for the commands.
 """
 
 import queue
@@ -26,17 +26,17 @@ class EngineDead(RuntimeError):
 
 @dataclass(eq=False)
 class Lease:
-    """The right to whole episodes of one version; `granted` is for the loop's thread alone."""
+    """The right to whole episodes of one version; `granted` belongs to the loop's thread."""
 
     one_version: bool
-    """Whether no `update` may run while it is held."""
+    """True if no `update` may run while the lease is held."""
     granted: bool = False
 
 
 @dataclass
 class _Command:
     run: Callable[[Any], Any] | None
-    """None ends the loop."""
+    """Function of the engine; None ends the loop."""
     when_idle: bool = False
     updates: bool = False
     lease: Lease | None = None
@@ -64,7 +64,7 @@ class EngineLoop:
 
     Raises:
         TimeoutError: the engine did not start in time.
-        Exception: whatever `build` raised.
+        Exception: the error that `build` raised.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class EngineLoop:
                 chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
 
     def _fail_running(self, error: BaseException) -> list[str]:
-        """Fail the running chunks; their requests."""
+        """Fail the running chunks; returns their requests."""
         running, self._chunk_of, self._one_version = self._chunk_of, {}, 0
         for chunk in running.values():
             if not chunk.future.done():

@@ -1,4 +1,4 @@
-"""Episodes of a chunk: one coroutine for each sample, beside the engine's thread (see `pipeline/agent/`)."""
+"""Episodes of a chunk: one coroutine for each sample, outside the engine's thread (see `pipeline/agent/`)."""
 
 import asyncio
 import json
@@ -33,11 +33,11 @@ class Episodes:
     Args:
         agents: the settings of each agent, by the name that rows choose it by (`AgentConfig.agents`).
         data: the section `data`.
-        tokenizer: of the model.
+        tokenizer: the model's.
         engine: generates the answers.
-        seed: of the run, from which episodes and answers get theirs.
+        seed: the run's; seeds of episodes and answers are derived from it.
         seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
-        hosts: hold the processes; with none of them, these are beside the engine.
+        hosts: run the processes; if there are none, the engine's node runs them.
         ends: tokens that end an answer (`models/ends.py`).
     """
 
@@ -57,7 +57,7 @@ class Episodes:
         shared = data, tokenizer, self._endpoint, hosts
         made = {id(config): Agent(name, config, *shared) for name, config in agents.items()}
         self._agents = {name: made[id(config)] for name, config in agents.items()}
-        # Each has a process and a descriptor, of which a node often allows 1,024.
+        # Each episode has a process and a descriptor, and a node often allows 1,024 descriptors.
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._places = asyncio.Semaphore(sys.maxsize if allowed == resource.RLIM_INFINITY else allowed // 2)
 
@@ -73,11 +73,11 @@ class Episodes:
         await self._endpoint.close()
 
     async def run(self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, version: int) -> list[Episode]:
-        """The episodes of a chunk, prompt by prompt.
+        """Run the episodes of a chunk; returns them prompt by prompt.
 
         Args:
             table: the prompts.
-            settings: how the answers of each episode of each prompt are sampled.
+            settings: sampling settings of each episode of each prompt.
             lease: keeps the engine's weights as they are between two turns.
             version: policy version, for an engine that labels no tokens.
         """
@@ -104,13 +104,13 @@ class Episodes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _play(self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask) -> Episode:
-        """One episode, once there is a place for it."""
+        """Run one episode, once there is a place for it."""
         async with agent.places, self._places:
             settings = await agent.start(), ask, sampling.max_tokens, sampling.stop
             played = await episode.run(row, agent.open(row, seed, sampling), *settings)
             if not played.lost:
                 return played
-            # Once, and with the same seeds: the zygote may have died of this very episode.
+            # A single retry with the same seeds: the zygote may have died of this very episode.
             return await episode.run(row, agent.open(row, seed, sampling), *settings, played.numbers["episode_s"])
 
     def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
@@ -134,13 +134,13 @@ ROW = ("prompt", "data_source", "ground_truth", "extra_info")
 
 
 def generations(episodes: list[Episode], version: int) -> tuple[list[Generation], np.ndarray]:
-    """What the episodes generated, and the mask of all their tokens [N]; `version`: of episodes without tokens."""
+    """Return the generations of episodes and the mask of their tokens [N]; `version` labels episodes without tokens."""
     pairs = [joined(each.contexts, each.finish_reason, version) for each in episodes]
     return [generation for generation, _ in pairs], np.concatenate([mask for _, mask in pairs])
 
 
 def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
-    """`table`, whose rows these episodes are, with the columns `AGENT` and with their prompts."""
+    """Return `table`, one row for each episode, with the columns `AGENT` and the episodes' prompts."""
     prompts = pa.array([each.prompt_ids for each in episodes], rows.INTS)
     table = table.set_column(table.column_names.index("prompt_ids"), table.schema.field("prompt_ids"), prompts)
     spans = [
@@ -164,7 +164,7 @@ def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
 
 
 def _contexts(episode: Episode) -> list[dict[str, Any]] | None:
-    """The column `contexts` of a row; None for the one context behind the row's own prompt."""
+    """Return the column `contexts` of a row; None for a single context, which follows the row's own prompt."""
     if len(episode.contexts) < 2:
         return None
     # An episode may fail between a prompt and its answer.

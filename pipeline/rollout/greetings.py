@@ -9,7 +9,7 @@ from pipeline.sampling import Sampling
 
 
 def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any]]:
-    """The requests of the plan's rows, prompt by prompt."""
+    """Make the requests of the plan's rows, prompt by prompt."""
     prompts = prompts_of(plan, tokenizer)
     plain = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, max_tokens=plan.response, stop=())
     uids = [f"greeting-{number}" for number in range(len(prompts))]
@@ -17,7 +17,7 @@ def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any
 
 
 def read_greeting(engine: str, outputs: Sequence[Any]) -> Greeting:
-    """The rows of finished requests."""
+    """Read the rows of finished requests."""
     made = [vllm.read(output, 0) for output in outputs]
     return Greeting(
         engine,

@@ -1,4 +1,4 @@
-"""Engines that get adapters alone (`model.lora.publish=adapter`): the base comes from the disk, once.
+"""Engines that get only adapters (`model.lora.publish=adapter`): the base comes from the disk, once.
 
 vLLM takes an adapter as a folder. All versions have the same id and are loaded in place, so an update in flight also
 reaches requests that are running, between two of their tokens. Prompts of each version have a salt of their own, which
@@ -23,7 +23,7 @@ REMEDY = "set model.lora.publish=merged, or other model.lora.target_modules"
 
 
 def engine_args(config: LoraConfig) -> dict[str, Any]:
-    """vLLM's `EngineArgs` for `model.lora`."""
+    """Return vLLM's `EngineArgs` for `model.lora`."""
     if not config.alone:
         return {}
     largest = next(rank for rank in RANKS if rank >= config.rank)
@@ -68,7 +68,7 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
 
 
 def unread(worker: Any) -> set[str]:
-    """Layers whose adapters a vLLM worker has read and does not use: it compares no more than the ends of names."""
+    """Return layers whose adapters a vLLM worker has read and does not use: it compares only the ends of names."""
     manager = worker.model_runner.lora_manager._adapter_manager
     # It packs the adapters of experts in several forms.
     return {name for name in manager.get_adapter(ID).loras if name not in manager.modules and ".experts" not in name}

@@ -1,4 +1,4 @@
-"""How an engine spends its time: with admitted chunks, or without any."""
+"""An engine's time with admitted chunks, and without any."""
 
 import time
 from collections.abc import Callable
@@ -13,17 +13,17 @@ class Occupancy:
         self._idle = self._busy = 0.0
 
     def enter(self) -> None:
-        """A chunk was admitted."""
+        """Count a chunk as admitted."""
         self._count()
         self._chunks += 1
 
     def leave(self) -> None:
-        """A chunk is done, or has failed."""
+        """Count a chunk as done or failed."""
         self._count()
         self._chunks -= 1
 
     def take(self) -> tuple[float, float]:
-        """Idle and busy seconds since the last call."""
+        """Return idle and busy seconds since the last call."""
         self._count()
         spent = self._idle, self._busy
         self._idle = self._busy = 0.0

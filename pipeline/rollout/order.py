@@ -12,13 +12,13 @@ Answer = TypeVar("Answer")
 
 
 class InOrder:
-    """The chunks of one engine that ask to be admitted; used from one event loop."""
+    """The chunks of one engine that wait for admission; used from one event loop."""
 
     def __init__(self) -> None:
         self._asking: list[tuple[int, asyncio.Future[None]]] = []
 
     async def admitted(self, chunk: int, answer: Awaitable[Answer]) -> Answer:
-        """The result of `answer`, once every earlier chunk that has asked is admitted.
+        """Await `answer`, then wait until all earlier waiting chunks are admitted; returns the result of `answer`.
 
         Earlier chunks are always admissible too, so this wait cannot deadlock.
         """

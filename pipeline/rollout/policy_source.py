@@ -1,4 +1,4 @@
-"""Where engines get versions and weights from."""
+"""The engines' source of versions and weights."""
 
 from typing import Protocol
 
@@ -9,10 +9,10 @@ from pipeline.store.versions import Ticket
 
 
 class PolicySource(Protocol):
-    """Where versions and weights come from; in a run, the policy store."""
+    """A source of versions and weights; in a run, the policy store."""
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
-        """Wait for the permission to start a chunk; None where the run has all the rows that it needs.
+        """Wait for the permission to start a chunk; None if the run has all the rows that it needs.
 
         Args:
             split: `train`, or another one for rows of exactly `version`.
@@ -23,14 +23,14 @@ class PolicySource(Protocol):
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """The engine has loaded a version; see `PolicyStore.acknowledge`."""
+        """Report that the engine has loaded a version; see `PolicyStore.acknowledge`."""
 
     async def greet(self, greeting: Greeting) -> None:
-        """The engine has generated the rows that a ticket asked for."""
+        """Deliver the generated rows of a ticket's greeting."""
 
 
 class StorePolicy:
-    """The policy store as the engines of one attempt see it.
+    """The policy store as the source of one attempt's engines.
 
     `timeout` is in seconds without a heartbeat, after which a wait for admission fails (`trainer.deadlines.admission`).
     """

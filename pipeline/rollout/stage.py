@@ -1,13 +1,13 @@
 """The rollout stage: prompt rows in, `n` trajectory rows for each out.
 
-The stage asks the policy store for admission, loads the admitted version, and then generates. It is asynchronous, so
-one engine works on many chunks concurrently, in one batch.
+The stage requests admission from the policy store, loads the admitted version, and then generates. It is asynchronous,
+so one engine works on many chunks concurrently, in one batch.
 
 - With `rollout.update=in_flight` the first chunk that is admitted to a newer version loads it while older chunks run;
   their responses continue with the new weights. The column `version_runs` names the version of each token.
 - With `rollout.sleep` an engine holds GPU memory only while it has chunks, and sleeps before it returns the last one.
-  The trainer computes when it has all chunks, so never beside an engine that is awake.
-- Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
+  The trainer computes once it has all chunks, so no engine is awake then.
+- If the advantage estimator reads baselines (ReMax), each training prompt has one more response, a greedy one. Its row
   follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
 - With `agent.*` each response is an episode of several turns (`episodes.py`). Weights change between whole episodes,
   or in flight between and within turns.
@@ -58,7 +58,7 @@ OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 
 def restarted() -> bool:
-    """Whether this process stands in for one that died."""
+    """Check whether this process replaces one that died."""
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
@@ -72,9 +72,9 @@ class Rollout:
 
     Args:
         data, model, rollout, agent, trainer: these sections.
-        greedy: whether each training prompt has a greedy response more.
+        greedy: whether each training prompt has one more response, a greedy one.
         policy: admits chunks and hands out weights.
-        hosts: hold the processes of episodes; with none of them, these are beside the engine.
+        hosts: run the processes of episodes; if there are none, the engine's node runs them.
     """
 
     def __init__(
@@ -118,14 +118,15 @@ class Rollout:
             run = self.engine, trainer.seed, rollout.seed_per_request
             self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends)
         if rollout.sleep:
-            # An engine that starts while the trainer computes would otherwise be awake beside it.
+            # An engine that starts while the trainer computes would otherwise be awake meanwhile.
             self.engine.call(self._sleep, when_idle=True).result(timeout=self._deadlines.publish)
             self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        """Rows of one chunk to `n` rows each; with greedy responses to `n + 1`, the last of split `baseline`.
+        """Generate `n` rows for each row of a chunk; with greedy responses `n + 1`, the last of split `baseline`.
 
-        Rows with split `pad`, which fill up a validation chunk, are left out. No rows where none are needed any more.
+        Rows with split `pad`, which fill up a validation chunk, are left out. If the run needs no more rows, the result
+        is empty.
         """
         ticket = await self._admit(table)
         if ticket is None:
@@ -233,16 +234,16 @@ class Rollout:
         )
 
     def _samples(self, training: bool) -> int:
-        """Sampled responses to a prompt."""
+        """Return the number of sampled responses to a prompt."""
         return self._rollout.n if training else self._rollout.val_kwargs.n
 
     def _sampling(self, table: pa.Table) -> list[Sampling]:
-        """How the responses to each prompt are sampled."""
+        """Return the sampling settings of each prompt's responses."""
         own = Sampling.of(self._rollout, self._max_response_length, table["split"][0].as_py())
         return [own.of_row(text or "") for text in table["extra_info"].to_pylist()]
 
     async def _bring_to(self, ticket: Ticket) -> int:
-        """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""
+        """Load the ticket's version unless a newer one is loaded; returns the version that the engine then holds."""
         async with self._loading:
             if ticket.version <= self._version and not self._asleep:
                 return self._version
@@ -310,9 +311,9 @@ class Rollout:
         generate_s: float,
         load_s: float,
     ) -> pa.Table:
-        """The rows of prompts and their responses, equally many to each prompt, prompt by prompt.
+        """Build the rows of prompts and their responses, equally many for each prompt, prompt by prompt.
 
-        `mask` [N] is 1 where the policy wrote a token; None: it wrote all.
+        `mask` [N] is 1 for tokens of the policy. None means that all tokens are.
         """
         prompts, per_prompt = len(table), len(generations) // len(table)
         greedy = self._greedy and table["split"][0].as_py() == "train"
@@ -349,20 +350,19 @@ class Rollout:
 
 
 def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, AgentConfig, TrainerConfig, bool]:
-    """The arguments of `Rollout` before the policy."""
+    """Return the arguments of `Rollout` before the policy."""
     return config.data, config.model, config.rollout, config.agent, config.trainer, uses_baselines(config)
 
 
 def token_lists(table: pa.Table, name: str) -> list[list[int]]:
-    """A column of token ids as Python's lists, which vLLM wants."""
+    """Return a column of token ids as Python lists, which vLLM needs."""
     values, offsets = rows.flat(table, name)
     ids, ends = values.tolist(), offsets.tolist()
     return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def decoded(tokenizer: Any, responses: list[list[int]], ends: Sequence[int] = ()) -> list[str]:
-    """Texts without special tokens and without the one of `ends` that ends them, as `tokenizer.batch_decode` gives
-    them."""
+    """Decode responses as `tokenizer.batch_decode` would, without special tokens and a closing token of `ends`."""
     from transformers import PreTrainedTokenizerFast
 
     # The end of a turn need not be a special token.
@@ -370,5 +370,5 @@ def decoded(tokenizer: Any, responses: list[list[int]], ends: Sequence[int] = ()
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
     if not plain or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(responses, skip_special_tokens=True)
-    # That looks at every token in Python; this leaves the interpreter to the engine meanwhile.
+    # `batch_decode` looks at every token in Python; this leaves the interpreter to the engine meanwhile.
     return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)

@@ -22,12 +22,12 @@ ENV = {
 
 
 def bundles(num_cpus: float, gpus: int) -> list[dict[str, float]]:
-    """What an engine holds: the first bundle is the actor's and the first worker's."""
+    """Return the resources of an engine; the first bundle is for the actor and the first worker."""
     return [{"CPU": num_cpus, "GPU": 1.0}, *[{"GPU": 1.0}] * (gpus - 1)]
 
 
 def actor_args(config: Config) -> dict[str, Any]:
-    """Arguments of `map_batches` for a pool of split engines: what each of them holds, and where."""
+    """Return arguments of `map_batches` for a pool of split engines: the resources and the place of each engine."""
     rollout = config.rollout
     return {
         "num_cpus": rollout.num_cpus,
@@ -41,12 +41,12 @@ def actor_args(config: Config) -> dict[str, Any]:
 
 
 def engine_args(gpus: int) -> dict[str, Any]:
-    """vLLM's `EngineArgs` for an engine on so many GPUs."""
+    """Return vLLM's `EngineArgs` for an engine on so many GPUs."""
     return {"tensor_parallel_size": gpus, "distributed_executor_backend": "ray"} if gpus > 1 else {}
 
 
 def _in_a_group_of_its_own(wanted: list[dict[str, float]], labels: dict[str, str] | None) -> dict[str, Any]:
-    """Ray's arguments of one actor; Ray Data asks for them whenever it adds one."""
+    """Return Ray's arguments for one actor; Ray Data calls this for every actor that it adds."""
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -1,4 +1,4 @@
-"""vLLM as the engine: how it is built, asked and read."""
+"""vLLM as the engine: its construction, its requests and its outputs."""
 
 import copy
 import functools
@@ -21,10 +21,10 @@ from pipeline.weights.load import BACKEND, Shard, accept, confirm, register
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
-    """An in-process `LLMEngine` whose log-probs are those of the distribution it samples from.
+    """Build an in-process `LLMEngine` that returns log-probs of the distribution it samples from.
 
     Weights are random until the first policy version is loaded: they come from the trainer. An evaluation's engines
-    read them from the disk (`engine_kwargs.load_format`), and so do engines that get adapters alone.
+    read them from the disk (`engine_kwargs.load_format`), and so do engines that get only adapters.
     """
     # In-process: the loop steps the engine itself, and weights reach it without another process in between.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -39,7 +39,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "trust_remote_code": model.trust_remote_code,
         "dtype": rollout.dtype,
         "load_format": "dummy",
-        # By itself vLLM prefers files in Mistral's own form to those that the trainer reads.
+        # By default vLLM prefers files in Mistral's own form to the files that the trainer reads.
         "config_format": "hf",
         "max_model_len": max_model_len,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -54,7 +54,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_sleep_mode": rollout.sleep,
-        # On CPUs vLLM's own are of 128 tokens, and a prefix below that is never found again.
+        # On CPUs vLLM's blocks have 128 tokens, and a shorter prefix is never found again.
         **({} if rollout.num_gpus else {"block_size": 32}),
         **engine_args(rollout.tensor_parallel_size),
         **lora.engine_args(model.lora),
@@ -76,8 +76,8 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
 
 
 def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
-    """Replace the engine's weights, or its adapter, in place, and label what it generates from now on. No request may
-    be running.
+    """Replace the engine's weights, or its adapter, in place, and label its tokens from now on. No request may be
+    running.
 
     Raises FinalError if the engine does not read all that is published, or needs more (`weights/confirm.py`).
     """
@@ -98,7 +98,7 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
 
 
 def drain(engine: Any) -> list[Any]:
-    """Outputs of the steps that the engine has begun and not returned.
+    """Finish the steps that the engine has begun, and return their outputs.
 
     A GPU engine computes one step ahead: without this, tokens of the old weights would be labelled with the new ones.
     """
@@ -157,17 +157,17 @@ def requests(
     ignore_eos: bool = False,
     greedy: bool = False,
 ) -> list[tuple[Any, Any]]:
-    """`n` requests for each prompt, next to each other, and with `greedy` one of greedy decoding behind them.
+    """Make `n` requests for each prompt, next to each other, and with `greedy` one of greedy decoding after them.
 
     With a `seed`, every request has its own, made from the run's seed, the prompt's uid and the sample's number, so
     that the greedy request changes no sample.
 
     Args:
         prompts: token ids; vLLM keeps these lists, so they must not be changed.
-        uids: of the prompts.
-        settings: how the samples of each prompt are sampled.
+        uids: identifiers of the prompts.
+        settings: sampling settings of each prompt.
         n: samples of a prompt.
-        seed: of the run; None leaves the samples to chance.
+        seed: the run's; None leaves the samples to chance.
         ends: tokens that end a response, in addition to the ones that vLLM finds in the model's files.
         ignore_eos: go on past all of them.
         greedy: whether each prompt has a greedy request.
@@ -183,7 +183,7 @@ def requests(
 
 
 def prompt_of(ids: list[int]) -> dict[str, Any]:
-    """What vLLM's renderer makes of token ids; vLLM keeps the list, so it must not be changed."""
+    """Return token ids in the form of vLLM's renderer; vLLM keeps the list, so it must not be changed."""
     return {"type": "token", "prompt_token_ids": ids}
 
 
@@ -193,12 +193,12 @@ def salt(engine: Any, prompt: dict[str, Any]) -> None:
 
 
 def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: Sequence[int] = ()) -> tuple[Any, Any]:
-    """The request for one answer of an episode.
+    """Make the request for one answer of an episode.
 
     Args:
         ids: the conversation so far, as tokens; vLLM keeps this list.
-        sampling: how the answer is sampled; `max_tokens` is its longest length.
-        seed: of the request; None leaves the answer to chance.
+        sampling: sampling settings of the answer; `max_tokens` is its longest length.
+        seed: the request's; None leaves the answer to chance.
         ends: as in `requests`.
     """
     own = copy.copy(_params(sampling, tuple(ends), False))
@@ -223,7 +223,7 @@ def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
         stop_token_ids=[] if ignore_eos else list(ends),
         logprobs=0,
         flat_logprobs=True,
-        # Without stop strings, text is decoded beside the engine.
+        # Without stop strings, text is decoded outside the engine.
         detokenize=bool(chosen.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         # vLLM would copy them deeply for each request; each has its own copy already.
@@ -232,7 +232,7 @@ def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
 
 
 def read(output: Any, version: int) -> Generation:
-    """The one completion of a finished request; `version` is the policy's for an engine that labels no tokens."""
+    """Read the one completion of a finished request; `version` labels its tokens if the engine does not."""
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
@@ -246,6 +246,6 @@ def read(output: Any, version: int) -> Generation:
 
 
 def seed_of(text: str) -> int:
-    """A request's seed, from the text that identifies it."""
+    """Derive a request's seed from the text that identifies it."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
 """The policy stage: the sum over the vocabulary of squared probabilities, for the optimal token baselines.
 
 The engine returns the probability of the token it sampled, not of all others, so a replica of the policy runs over the
-responses once more. Its weights may be newer than those that generated a row; `pi_version` records which they were.
+responses once more. Its weights may be newer than the weights that generated a row; `pi_version` records the version.
 """
 
 import numpy as np
@@ -48,7 +48,7 @@ class PolicyScore:
         self._weights = StoreWeights(self._replica.module, store, POLICY, deadlines, Policy.hf_name)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with one sum (float32) per response token."""
+        """Return `table` with one sum (float32) per response token."""
         version = self._weights.bring_to(table)
         sums = self._replica.score(table, self._sum_pi_squared)
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})

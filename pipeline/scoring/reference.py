@@ -45,7 +45,7 @@ class Reference:
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with one log-prob (float32, nats) per response token."""
+        """Return `table` with one log-prob (float32, nats) per response token."""
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
     def _log_probs(self, policy: Policy, batch: ModelInputs) -> Tensor:

@@ -1,12 +1,12 @@
-"""What the scoring stages share: a whole model on one device, and its weights from the policy store.
+"""The common part of the scoring stages: a whole model on one device, and its weights from the policy store.
 
     replica = Replica(lambda: load_value_model(model), scorer, "value")
-    weights = StoreWeights(replica.module, store, CRITIC, deadlines)   # not where the model is frozen
+    weights = StoreWeights(replica.module, store, CRITIC, deadlines)   # not for a frozen model
     version = weights.bring_to(table)
     column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends on its own context
-(`pipeline/models/contexts.py`) alone.
+Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends only on its own
+context (`pipeline/models/contexts.py`).
 """
 
 from collections.abc import Callable
@@ -42,10 +42,10 @@ class Replica(Generic[M]):
     Args:
         load: builds the model on the CPU.
         scorer: device, threads and the size of a forward pass.
-        name: of the pool, as in `scoring.<name>`.
+        name: the pool's name, as in `scoring.<name>`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
-        store: the policy store, which says what the handshake has changed, and takes what is chosen for the model; None
-            in an evaluation.
+        store: the policy store. It has the handshake's change of the model's passes, and gets notes on the passes
+            chosen here; None in an evaluation.
         patience: seconds for the handshake.
     """
 
@@ -70,7 +70,7 @@ class Replica(Generic[M]):
                 store.call(PolicyStore.post, Noted(note))
 
     def settle(self) -> None:
-        """Before the first rows: let them pass as the handshake found it right for models of this class."""
+        """Adopt the passes that the handshake chose for models of this class, before the first rows."""
         store, self._store = self._store, None
         if store is None:
             return
@@ -81,7 +81,7 @@ class Replica(Generic[M]):
 
     @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
-        """One number for each response token.
+        """Compute one number for each response token.
 
         Args:
             table: generated rows (`prompt_ids`, `response_ids`, perhaps `contexts`); there may be none, and responses
@@ -119,8 +119,8 @@ class StoreWeights:
     Args:
         module: loaded in place.
         store: the policy store, for this attempt.
-        model: which of the published models, `POLICY` or `CRITIC`.
-        deadlines: `admission` is for the version that rows need, which in a replay may be to come; `publish` for the
+        model: the published model, `POLICY` or `CRITIC`.
+        deadlines: `admission` for the version that rows need, which in a replay may be to come; `publish` for the
             transfer.
         published_name: turns a tensor's name in `module` into the one it was published under.
     """
@@ -136,18 +136,18 @@ class StoreWeights:
         self._store, self._model, self._deadlines = store, model, deadlines
         self._targets = {published_name(name): tensor for name, tensor in tensors(module)}
         self._version = -1
-        """What the module holds; -1 before the first load."""
+        """Version of the weights in the module; -1 before the first load."""
 
     def bring_to(self, table: pa.Table) -> int:
-        """Load the store's current weights unless the module is as new as the newest row; the version it then holds.
+        """Load the store's current weights unless the module is as new as the newest row; return the module's version.
 
-        Without rows nothing is waited for, and the version is -1.
+        Without rows it does not wait, and the version is -1.
 
         Raises:
             StaleAttempt: the train workers have restarted.
             StoreTimeout: the train workers did not publish the version in time.
             TimeoutError: the store did not answer, or a bucket of weights did not arrive, in time.
-            ValueError: the published weights are not those of the module, or arrived damaged.
+            ValueError: the published weights do not fit the module, or arrived damaged.
         """
         if not len(table):
             return -1

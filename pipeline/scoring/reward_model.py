@@ -1,10 +1,11 @@
 """The reward-model stage: one number per response from a sequence-classification model.
 
-1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. Of an
-   episode that is the whole conversation, with its tool calls; of several, the one that has the last answer.
-2. What the policy, a tool, an environment or the prompt file wrote is text and nothing else, also if it spells a
-   special token of the reward model: an end of turn, say, and a user who is full of praise behind it.
-3. A response that cannot be scored is not a 0: `rm_error` says why, and the reward stage counts the row as failed.
+1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. For an
+   episode, this is the whole conversation with its tool calls; for several conversations, the one with the last answer.
+2. Text of the policy, a tool, an environment or the prompt file stays text, even if it spells a special token of the
+   reward model, such as an end of turn before a user who is full of praise.
+3. A response that cannot be scored is not a 0: `rm_error` has the reason, and the reward stage counts the row as
+   failed.
 """
 
 import json
@@ -35,7 +36,7 @@ KEY = "reward.model.path"
 
 
 def conversations(table: pa.Table) -> Iterator[Messages]:
-    """The conversation of each row, the last one of an episode's; its tool calls have the form of chat templates."""
+    """Yield the conversation of each row, the last one of an episode's; tool calls have the form of chat templates."""
     prompts = map(json.loads, table["prompt"].to_pylist())
     if "messages" not in table.column_names:
         for prompt, response in zip(prompts, table["response"].to_pylist(), strict=True):
@@ -81,12 +82,12 @@ class RewardModelScore:
         )
         self._special = special_tokens(self._tokenizer)
         module = self._replica.module
-        # Rotary positions go on beyond what the model has seen, and its numbers mean nothing there.
+        # Rotary positions exist beyond the lengths that the model has seen, and its numbers mean nothing there.
         seen = most_positions(module.lm.config.get_text_config().to_dict()) or (None,)
         self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen[0])))
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with one number (float32) per row, or why there is none."""
+        """Return `table` with one number (float32) per row, or the reason for its absence."""
         errors: list[str | None] = []
         chosen: dict[int, list[int]] = {}
         for row, conversation in enumerate(conversations(table)):
@@ -126,7 +127,7 @@ class RewardModelScore:
 
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
-        """The model's number for each row of tokens, [R] float32; rows run in micro-batches."""
+        """Run the model over the rows of tokens in micro-batches; returns a number for each, [R] float32."""
         self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)

@@ -45,7 +45,7 @@ class Value:
         self._weights = StoreWeights(self._replica.module, store, CRITIC, deadlines)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with one value (float32) per response token."""
+        """Return `table` with one value (float32) per response token."""
         version = self._weights.bring_to(table)
         values = self._replica.score(table, _values)
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})

@@ -32,13 +32,13 @@ from pipeline.train.reference import ShardedReference
 class Actor(Learner):
     """The sharded policy with its optimiser.
 
-    Args, beside those of `Learner`:
+    Args, in addition to the arguments of `Learner`:
         correction: the off-policy correction in force.
         temperature: sampling temperature of the responses.
         seed: seed of the run, for losses that choose tokens at random.
         guards_gap: whether the run has a `trainer.max_log_prob_gap`.
-        own_reference: whether the train workers compute the reference's log-probs, and rows come without.
-        reference: the model that gives them; None is the policy's base, with the adapters off.
+        own_reference: whether the train workers compute the reference's log-probs, which rows then lack.
+        reference: the reference model; None is the policy's base, with the adapters off.
     """
 
     module: Policy
@@ -74,7 +74,7 @@ class Actor(Learner):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the trainer recomputes them."""
+        """True if the trainer recomputes the old log-probs."""
         return self.config.old_log_probs == "recompute"
 
     def take(self, way: Way) -> None:
@@ -122,7 +122,7 @@ class Actor(Learner):
         return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *entropies])
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
-        """Metrics of the off-policy correction, some of which need all ranks' rows at once."""
+        """Compute the metrics of the off-policy correction; some need all ranks' rows at once."""
         if not (self.needs_old_log_probs and self.correction.active):
             return {}
         return self._correct(rows, self.all_reduce).stats
@@ -223,7 +223,7 @@ class Actor(Learner):
         )
 
     def _shows_gap(self, number: int) -> bool:
-        """Whether step `number` compares the engine's log-probs: no step has changed the weights before the first."""
+        """Return whether step `number` compares the engine's log-probs: only the first step has unchanged weights."""
         return not self.needs_old_log_probs and number == 0
 
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:

@@ -2,12 +2,12 @@
 
     all ranks     write their shards to a local folder     collective; training waits
     each rank     copies it to the run's storage           during the next iteration, with retries; the first failure is
-                                                           said, and the last one ends the run with its model saved
-    each rank     writes `complete_RANK` beside it         the last file, a list of the others; with all of them the
+                                                           reported, and the last one ends the run with its model saved
+    each rank     writes `complete_RANK` next to it        the last file, a list of the others; with all of them the
                                                            checkpoint is complete
 
-A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. Of a model with adapters it
-holds the adapters alone.
+A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. For a model with adapters it
+holds only the adapters.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from pipeline.train.optim import bytes_kept
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between attempts to reach the storage."""
 STANDING_S = 60.0
-"""Seconds that training waits for such an error to pass."""
+"""Seconds that training waits for a `STANDING` error to pass."""
 
 
 class NotStored(RuntimeError):
@@ -60,7 +60,7 @@ class Saver:
         deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
         save_settings: writes the run's settings to a file.
         copied: called in the copying thread with the version, when this rank's part is copied.
-        say: takes a sentence about what is tried again; called in any thread.
+        say: takes a sentence about a retry; called in any thread.
 
     Raises OSError as `staging`.
     """
@@ -86,12 +86,12 @@ class Saver:
         self._idle.set()
         self._version = -1
         self._failure: str | None = None
-        """Why this rank's part could not be staged or copied."""
+        """The reason why this rank's part could not be staged or copied."""
         self._awaited: float | None = None
-        """Since when training waits for the copy."""
+        """Time since which training waits for the copy."""
 
     def check_room(self, learners: Sequence[Learner]) -> None:
-        """Say so if a disk has no room for a checkpoint of these learners; a collective."""
+        """Report a disk that has no room for a checkpoint of these learners; a collective."""
         needed = sum(
             bytes_kept(parameter, learner.optimizer)
             for learner in learners
@@ -146,7 +146,7 @@ class Saver:
         folder: Path | None = None
         with self._noted(self.staging):
             folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self.staging))
-        # No rank copies before rank 0 has cleared the folder, and none saves alone.
+        # No rank copies before rank 0 has cleared the folder, and none saves without the others.
         self._agree()
         assert folder is not None
         try:
@@ -239,7 +239,7 @@ class Saver:
                 filesystem.delete_file(f"{path}/{file}")
 
     def _record(self, name: str) -> str | None:
-        """The content of a file of the run's folder, if it is there."""
+        """Return the content of a file of the run's folder, if it is there."""
         filesystem, path = filesystem_of(f"{self._run_dir}/{name}")
         try:
             with filesystem.open_input_stream(path) as stream:
@@ -249,9 +249,9 @@ class Saver:
 
 
 def staging() -> str:
-    """The folder in which checkpoints wait for their copy: `TMPDIR`, else the system's for temporary files.
+    """Return the folder in which checkpoints wait for their copy: `TMPDIR`, else the system's for temporary files.
 
-    Raises OSError if `TMPDIR` is no folder that can be written. Python would take another one, which may be too small.
+    Raises OSError if `TMPDIR` is not a writable folder. Python would take another one, which may be too small.
     """
     folder = os.environ.get("TMPDIR")
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -270,15 +270,16 @@ def retry(
     say: Callable[[str], None],
     awaited: Callable[[], float | None] = lambda: -math.inf,
 ) -> Any:
-    """The result of `action`, which is retried while it raises OSError.
+    """Return the result of `action`, which is retried while it raises OSError.
 
     Args:
-        action: what is tried.
-        patience: seconds of retries; of `STANDING` errors at most `STANDING_S` seconds.
-        place: what could not be `done` ("written"), for sentences.
+        action: the function to run.
+        patience: seconds of retries; at most `STANDING_S` seconds for `STANDING` errors.
+        place: the file or folder that could not be `done` ("written"), for sentences.
         done: see `place`.
         say: takes a sentence at the first failure.
-        awaited: since when the run waits for the result; None while it does not, and then retries have no end.
+        awaited: returns the time since which the run waits for the result; None while it does not wait, and then
+            retries have no end.
 
     Raises OSError if it still fails then.
     """
@@ -307,23 +308,23 @@ def retry(
 
 
 def _reason(error: BaseException, place: str) -> str:
-    """Why a checkpoint could not be written to `place`, by the error that torch has wrapped, if so."""
+    """Return the reason why a checkpoint could not be written to `place`, unwrapped from torch's error."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if isinstance(error, RuntimeError):
-        # torch's writer does not say that the disk is full.
+        # torch's writer does not report that the disk is full.
         text += f" ({shutil.disk_usage(place).free >> 20} MiB free there)"
     return text if text.startswith("checkpoint: ") else f"checkpoint: {place} could not be written: {text}"
 
 
 def _rng() -> dict[str, torch.Tensor]:
-    """States of this rank's random generators."""
+    """Return the states of this rank's random generators."""
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
-    """Models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
+    """Return models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
     state = {}
     for learner in learners:
         unused = not learner.optimizer.state
@@ -339,6 +340,6 @@ def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
 
 
 def frozen(learner: Learner) -> set[str]:
-    """Names of weights that are not trained, also of tied ones: with adapters, the base's."""
+    """Return names of weights that are not trained, also of tied ones: with adapters, the base's."""
     parameters = learner.module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}

@@ -5,7 +5,7 @@ r is the trainer's probability of a token divided by the engine's; of a response
 - Decoupled mode (`actor.old_log_probs=recompute`): from the engine's policy to the old one. `correct` runs on all rows
   of an iteration. Rejected tokens leave the loss mask, and so the counts that normalise the loss.
 - Bypass mode (`actor.old_log_probs=engine`): from the engine's policy to the current one. `correct` runs on each
-  micro-batch, with detached log-probs. The counts are those of the loss mask, since they are needed before the forward
+  micro-batch, with detached log-probs. The counts come from the loss mask, since they are needed before the forward
   pass. Weights are for losses without a ratio: the ratio of others, taken against the engine's log-probs, contains r.
 
 Importance weights (`rollout_is`), one per token or one per response: `c` gives min(r, c) (truncated importance
@@ -55,7 +55,7 @@ class Rule:
     """A rejection rule with its bounds."""
 
     name: str
-    """One of `RULES`."""
+    """Name among `RULES`."""
     low: float
     """k1: smallest ratio that is kept; 0 for the others."""
     high: float
@@ -85,11 +85,11 @@ class Correction:
     normalize: bool
     """Divide the weights by their mean over the batch."""
     rules: tuple[Rule, ...]
-    """Rejection rules, all of which must pass."""
+    """Rejection rules; a token is kept if it passes all."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is weighed or rejected."""
+        """True if anything is weighed or rejected."""
         return self.level is not None or bool(self.rules)
 
 
@@ -98,7 +98,7 @@ class Corrected:
     """The correction of N tokens."""
 
     weights: np.ndarray | None
-    """[N] float64, 0 where the mask is 0; None without importance weights. Rejected tokens have weights too."""
+    """[N] float64, 0 for masked tokens; None without importance weights. Rejected tokens have weights too."""
     keep: np.ndarray
     """[N] bool, tokens of the mask that no rule rejects."""
     stats: Stats
@@ -106,11 +106,11 @@ class Corrected:
 
 
 def parse(config: RolloutCorrectionConfig) -> Correction:
-    """The correction of the settings; those in force are `derived.rollout_correction(config)`.
+    """Read the correction from the settings; the settings in force are `derived.rollout_correction(config)`.
 
     Raises:
-        ValueError: an unknown level or rule, a rule named twice, a malformed threshold, another number of thresholds
-            than rules, or normalisation without weights.
+        ValueError: an unknown level or rule, a rule named twice, a malformed threshold, different numbers of thresholds
+            and rules, or normalisation without weights.
     """
     level = None if config.rollout_is == "none" else config.rollout_is
     if level not in (None, "token", "sequence"):
@@ -162,7 +162,7 @@ def _rule(name: str, bound: str) -> Rule:
 
 
 def _bounds(key: str, text: str) -> tuple[float | None, float]:
-    """`high`, or `low_high`: positive and ascending."""
+    """Read `high`, or `low_high`: positive and ascending."""
     try:
         numbers = [float(part) for part in text.split("_")]
     except ValueError:
@@ -211,17 +211,17 @@ def correct(
     offsets: np.ndarray,
     all_sum: AllSum | None = None,
 ) -> Corrected:
-    """Weights, kept tokens and metrics of R responses with N tokens in all.
+    """Compute weights, kept tokens and metrics of R responses with N tokens in all.
 
     Args:
-        correction: what to do; one that is not active gives metrics alone.
-        log_probs: [N] of the trainer: the old policy's in decoupled mode, the current one's in bypass mode.
-        rollout_log_probs: [N] of the engine.
-        mask: [N] 1 where the token trains; masked values have no influence.
-        offsets: [R + 1] where each response begins; a response may be empty.
+        correction: the correction; one that is not active gives only metrics.
+        log_probs: [N] the trainer's: the old policy's in decoupled mode, the current one's in bypass mode.
+        rollout_log_probs: [N] the engine's.
+        mask: [N] 1 if the token trains; masked values have no influence.
+        offsets: [R + 1] first token of each response, and N at the end; a response may be empty.
         all_sum: sums numbers over all ranks, which must all call `correct` alike; `list` for a single process. None if
-            the call sees a part of the batch only: then there are no normalised weights and no
-            `rollout_is_eff_sample_size`.
+            the call sees only a part of the batch: then weights cannot be normalised, and
+            `rollout_is_eff_sample_size` is left out.
 
     With `normalize`, weights are divided by their mean over the kept tokens (or responses with a kept token) of all
     ranks, unless that mean is 0.
@@ -275,8 +275,8 @@ def _reject(rules: tuple[Rule, ...], tokens: _Tokens) -> tuple[np.ndarray, Stats
 def _weigh(
     correction: Correction, tokens: _Tokens, keep: np.ndarray, all_sum: AllSum | None
 ) -> tuple[np.ndarray, Stats]:
-    """[N] importance weights, and their metrics: `mean`, `max`, `min`, `std` and the fractions are of the ratios before
-    truncation, the effective sample size of the weights that train."""
+    """[N] importance weights, and their metrics: `mean`, `max`, `min`, `std` and the fractions describe the ratios
+    before truncation, the effective sample size the weights that train."""
     units, kept, log_ratios = tokens.trained, keep, tokens.log_ratio
     if correction.level == "sequence":
         units, kept, log_ratios = tokens.count > 0, tokens.sum(keep) > 0, tokens.sum(log_ratios)
@@ -309,8 +309,8 @@ def _weigh(
 
 
 def _gap(trainer: np.ndarray, engine: np.ndarray, tokens: _Tokens) -> Stats:
-    """How far apart the policies are: per token KL(engine || trainer) (k1 and k3) and chi squared(trainer || engine),
-    which is the variance of the weights; per response the perplexities and chi squared."""
+    """Measure the distance of the policies: per token KL(engine || trainer) (k1 and k3) and chi squared(trainer ||
+    engine), which is the variance of the weights; per response the perplexities and chi squared."""
     x = _clamped(tokens.log_ratio[tokens.trained & ~np.isnan(tokens.log_ratio)])
     sums = tokens.sum(tokens.log_ratio)
     rows = (tokens.count > 0) & ~np.isnan(sums)

@@ -57,13 +57,13 @@ class Critic(Learner):
         }, 0.0
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
-        """Share of the variance of all ranks' returns that the rows' values explain; none if it is undefined."""
+        """Return the share of the variance of all ranks' returns that the rows' values explain, if it is defined."""
         assert rows.values is not None
         values, returns, mask = (torch.from_numpy(x) for x in (rows.values, rows.returns, rows.mask))
         residuals, total = explained_variance(values, returns, mask)
         merged = merge(ranks.all_gather({"residuals": Stat("std", residuals), "returns": Stat("std", total)}))
         count, centre, spread = merged["returns"].values
-        # A spread within rounding of the mean is that of a constant.
+        # A spread within rounding of the mean comes from a constant.
         if spread <= count * (1e-12 * centre) ** 2:
             return {}
         return {"critic/vf_explained_var": Stat("max", (1.0 - merged["residuals"].values[2] / spread,))}

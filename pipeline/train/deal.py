@@ -1,13 +1,13 @@
-"""The deal: which rank trains which rows of a mini-batch.
+"""The deal of a mini-batch's rows to the ranks that train them.
 
 Ray Data deals chunks to the ranks in turn, whatever their rows cost, and every pass of a sharded model takes as long as
 it does on the slowest rank. So before they train, the ranks exchange rows:
 
-1. Units, which are rows, or whole groups where samples share their prompt in a pass or are compared with each other,
-   are sorted by their work.
-2. Of the N longest units each of the N ranks gets one, then of the next N, and so on. So the ranks have equally many
-   rows, of similar lengths, and similar micro-batches.
-3. The longest of such a block goes to the rank that has the least work so far, and so on, which evens out the sums.
+1. Units are sorted by their work. A unit is a row, or a whole group if samples share their prompt in a pass or are
+   compared with each other.
+2. Each of the N ranks gets one of the N longest units, then one of the next N, and so on. So the ranks have equally
+   many rows, of similar lengths, and similar micro-batches.
+3. The longest of such a block goes to the rank with the least work so far, and so on, which evens out the sums.
 
 Rows stay in their mini-batch, and all ranks have the same numbers and come to the same deal. Only the rows that move
 are sent. A single rank keeps its rows as they are.
@@ -29,12 +29,12 @@ from pipeline.train.critic import Critic
 
 
 def deal(work: np.ndarray, trains: np.ndarray, count: int, idle: float = 0.0) -> np.ndarray:
-    """The rank of each unit, [U] int64.
+    """Choose the rank of each unit, [U] int64.
 
     Args:
-        work: [U] float64, what each unit costs; `count` divides U.
-        trains: [U] bool, which units take part in the actor's update. They are dealt before the others, so that each
-            rank gets equally many of them.
+        work: [U] float64, cost of each unit; `count` divides U.
+        trains: [U] bool, true for units that take part in the actor's update. They are dealt before the others, so that
+            each rank gets equally many of them.
         count: number of ranks.
         idle: work of a unit that does not train, relative to one that does.
     """
@@ -52,8 +52,8 @@ def deal(work: np.ndarray, trains: np.ndarray, count: int, idle: float = 0.0) ->
 def work_of(table: pa.Table, hidden_size: int, unit: int = 1) -> np.ndarray:
     """[R / unit] float64, the work of neighbouring `unit` rows, which share their prompt.
 
-    Of a context of L tokens it is L * (12 H + L): per layer and token about 24 H^2 operations in matrices and, under
-    causal attention, 2 L H there.
+    A context of L tokens has the work L * (12 H + L): per layer and token about 24 H^2 operations in matrices and,
+    under causal attention, 2 L H in attention.
     """
     rows = TokenBatch.from_table(table)
     length = np.asarray(rows.lengths, dtype=np.float64)
@@ -66,7 +66,7 @@ def work_of(table: pa.Table, hidden_size: int, unit: int = 1) -> np.ndarray:
 
 
 def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
-    """[R / unit] bool, whether a row of the unit has a token in the loss mask whose advantage is not 0."""
+    """[R / unit] bool, true if a row of the unit has a token in the loss mask whose advantage is not 0."""
     mask, offsets = loss_mask(table)
     counts = np.concatenate([[0], np.cumsum((mask > 0) & (flat(table, "advantages")[0] != 0))])[offsets]
     return np.diff(counts).reshape(-1, unit).sum(axis=1) > 0
@@ -77,31 +77,31 @@ class Dealer:
     """Deals the rows of a run's parts."""
 
     device: torch.device
-    """What the process group communicates with."""
+    """Device on which the process group communicates."""
     segments: int
     """Equal stretches of a part's rows that must stay apart: its mini-batches, of the actor and of the critic."""
     unit: int
     """Rows that stay together."""
     hidden_size: int
-    """Of the model, for the share of attention in a row's work."""
+    """The model's, for the share of attention in a row's work."""
     skips: bool
-    """Whether rows without advantage skip the actor's update."""
+    """True if rows without advantage skip the actor's update."""
     idle: float
     """Work of such a row, relative to the others."""
     same_rows: int = 1
-    """How many neighbouring ranks train the same rows, since they hold one model together."""
+    """Number of neighbouring ranks that train the same rows, since they hold one model together."""
 
     @classmethod
     def of(cls, actor: Actor, critic: Critic | None, samples: int, parts: int) -> "Dealer":
-        """The dealer of a run.
+        """Make the dealer of a run.
 
         Args:
             actor, critic: its learners.
-            samples: of each prompt.
-            parts: of each iteration.
+            samples: samples of each prompt.
+            parts: parts of each iteration.
         """
         steps = [learner.shape.mini_batches for learner in (actor, critic) if learner]
-        # Passes forward over all rows, of which a backward pass costs two: recomputed log-probs, the reference, and the
+        # Forward passes over all rows (a backward pass costs two of them): recomputed log-probs, the reference, and the
         # critic's update.
         others = float(actor.needs_old_log_probs + actor.own_reference) + (3.0 * critic.shape.epochs if critic else 0.0)
         return cls(
@@ -115,8 +115,8 @@ class Dealer:
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows that this rank trains, `same_rows` times as many as in `table`, which Ray Data has brought to it; a
-        collective."""
+        """Exchange the rows of `table` with other ranks; returns the rows that this rank trains, `same_rows` times as
+        many. A collective."""
         if ranks.count() == 1:
             return table
         size = len(table) // self.segments
@@ -134,12 +134,12 @@ class Dealer:
 
 
 def exchange(table: pa.Table, owner: np.ndarray, device: torch.device, same_rows: int = 1) -> pa.Table:
-    """The rows of all ranks' tables that belong to this one, in the order of ranks and rows; a collective.
+    """Return the rows of all ranks' tables that belong to this one, in the order of ranks and rows; a collective.
 
     Args:
         table: this rank's rows.
-        owner: [R] the rank, or group of ranks, that each of them belongs to.
-        device: what the process group communicates with.
+        owner: [R] the rank, or group of ranks, that each row belongs to.
+        device: device on which the process group communicates.
         same_rows: ranks of a group; each gets all of its rows.
     """
     own = ranks.rank()

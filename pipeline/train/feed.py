@@ -24,7 +24,7 @@ class TimedIterator:
     Args:
         blocks: Arrow tables.
         timeout: seconds that one block may take.
-        hint: what the run is waiting for, or which setting to change, for the error.
+        hint: event that the run waits for, or setting to change, for the error.
     """
 
     def __init__(self, blocks: Iterator[pa.Table], timeout: float, hint: Callable[[], str]):
@@ -34,7 +34,7 @@ class TimedIterator:
         threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True).start()
 
     def next(self, what: str) -> pa.Table | None:
-        """The next block; None after the last one.
+        """Return the next block; None after the last one.
 
         Raises:
             RowsTimeout: it did not come in time; the message names `what`.
@@ -52,11 +52,10 @@ class TimedIterator:
         return item
 
     def wait(self, ready: Callable[[], T | None], what: str) -> T | None:
-        """Wait for what happens before the first block comes: what `ready` gives as soon as it is not None. None if the
-        block comes without it.
+        """Wait until `ready` gives something else than None, and return it; None if the first block comes before.
 
         Raises:
-            RowsTimeout: it did not come in time; the message names `what`.
+            RowsTimeout: neither came in time; the message names `what`.
             Exception: the iterator raised it.
         """
         deadline = time.monotonic() + self._timeout
@@ -95,7 +94,7 @@ class RowsFeed:
         self.parts = parts
 
     def next(self, iteration: int, part: int = 0) -> pa.Table | None:
-        """The rows of part `part`, from 0, of `iteration`, in chunk order; None when the stream has ended before.
+        """Return the rows of part `part`, from 0, of `iteration`, in chunk order; None if the stream has ended before.
 
         Raises:
             RowsTimeout: a chunk did not come in time.

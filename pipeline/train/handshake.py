@@ -1,4 +1,4 @@
-"""The train loop's side of the handshake (`models/handshake.py`): when it is due, what follows from it, and its record.
+"""The train loop's side of the handshake (`models/handshake.py`): its time, its consequences and its record.
 
 It is due at each start of a run, also of one that resumes. Workers that restart read its record, and pass rows through
 the model in the way that it found. If that is another way than the first one, critic, reference and replicas of the
@@ -26,16 +26,16 @@ from pipeline.train.actor import Actor
 from pipeline.train.learner import Learner
 
 FILE = "handshake.json"
-"""In a run's folder: the start that it belongs to, and what was found."""
+"""File in a run's folder with the findings, and the start that they belong to."""
 
 
 class Handshake:
     """The handshake of one start; every rank makes one.
 
     Args:
-        config: of the run.
+        config: the run's.
         actor: the policy as it trains.
-        learners: it, and the critic.
+        learners: the policy, and the critic.
         run_dir: the run's folder.
         start: name of this start.
         last: whether no iteration is left.
@@ -48,7 +48,7 @@ class Handshake:
         self.plan: GreetingPlan | None = None
         """The rows to compare; None if the handshake is not due."""
         self.change: Change | None = None
-        """What it has changed."""
+        """The change that the handshake has made to the passes."""
         if known is not None:
             self._take(Way(**known["first"]), Way(**known["way"]))
         elif uses_engines(config) and not last:
@@ -58,19 +58,19 @@ class Handshake:
 
     @property
     def due(self) -> bool:
-        """Whether engine and trainer are still to be compared."""
+        """True if engine and trainer are still to be compared."""
         return self.plan is not None
 
     @property
     def shaking(self) -> Shaking:
-        """What the policy store learns of it at the start.
+        """The handshake's state at the start, for the policy store.
 
-        If engines sleep, the trainer computes when it has an iteration's rows, so replicas cannot wait for it.
+        If engines sleep, the trainer computes once it has an iteration's rows, so replicas cannot wait for it.
         """
         return Shaking(self.plan, change=self.change, settled=not self.due or self._config.rollout.sleep)
 
     def _types(self) -> list[torch.dtype]:
-        """In which engine and trainer compute."""
+        """Return the types in which engine and trainer compute."""
         config = self._config
         own = config.actor.fsdp.compute_dtype(config.model.dtype, self._actor.device.type == "cuda")
         return [torch_dtype(config.rollout.dtype, "rollout.dtype"), torch_dtype(own, "actor.fsdp.param_dtype")]
@@ -85,7 +85,7 @@ class Handshake:
         self.change = Change(decoder.__name__, way)
 
     def _known(self) -> dict[str, Any] | None:
-        """What an earlier attempt of this start found."""
+        """Return the findings of an earlier attempt of this start."""
         try:
             found: dict[str, Any] = json.loads(self._path.read_text())
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class Handshake:
     def settle(self, greeting: Greeting) -> str:
         """Compare the policy with the engine, and let it take the way in which both agree; a collective.
 
-        Returns what was found, in words.
+        Returns the findings as a sentence.
 
         Raises FinalError if they do not agree, and `trainer.handshake` is `refuse`.
         """
@@ -132,7 +132,7 @@ class Handshake:
         return text
 
     def _why_not(self, way: Way) -> str | None:
-        """Why the run cannot take a way, and what to do; None if it can."""
+        """Return the reason why the run cannot take a way, and the remedy; None if it can."""
         config = self._config
         if config.model.share_prompts == "always" and not way.shared:
             return "model.share_prompts=always does not allow that; set it to auto"

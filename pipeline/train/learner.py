@@ -1,8 +1,8 @@
-"""What actor and critic share: a sharded model, its optimiser and its learning-rate schedule.
+"""The common part of actor and critic: a sharded model, its optimiser and its learning-rate schedule.
 
 An update passes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, with one
 optimiser step each (`update.py`). Chunks come to the ranks in turn, a mini-batch is a whole number of chunks, and ranks
-exchange rows within a mini-batch alone (`deal.py`), so it holds the same rows for any number of ranks. Its gradient is
+exchange rows only within a mini-batch (`deal.py`), so it holds the same rows for any number of ranks. Its gradient is
 normalised by counts over all ranks.
 """
 
@@ -60,7 +60,7 @@ class Learner(ABC):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
         self.passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
-        """How rows pass through the model."""
+        """The passes of rows through the model."""
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         check_repeatable(self.module, device)
@@ -69,7 +69,7 @@ class Learner(ABC):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether samples share their prompt in a pass."""
+        """True if samples share their prompt in a pass."""
         return self.passes.shared
 
     def take(self, way: Way) -> None:
@@ -79,11 +79,11 @@ class Learner(ABC):
     # Different in actor and critic.
 
     own_reference = False
-    """Whether `compute_reference` has something to do."""
+    """True if `compute_reference` has something to do."""
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the first step waits until `compute_old_log_probs` has run on all rows of the iteration."""
+        """True if the first step waits until `compute_old_log_probs` has run on all rows of the iteration."""
         return False
 
     def compute_reference(self, rows: TrainBatch) -> None:
@@ -91,11 +91,11 @@ class Learner(ABC):
         return
 
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
-        """Write into `rows` what depends on the weights before the first step; a collective."""
+        """Write into `rows` the columns that depend on the weights before the first step; a collective."""
         return {}
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
-        """Metrics that need all rows of the iteration; a collective."""
+        """Return metrics that need all rows of the iteration; a collective."""
         return {}
 
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
@@ -103,27 +103,27 @@ class Learner(ABC):
         return
 
     def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
-        """The rows of `index` that need a forward pass in step `number` of the iteration."""
+        """Select the rows of `index` that need a forward pass in step `number` of the iteration."""
         return index
 
     @abstractmethod
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """Forward and backward pass of a micro-batch in step `number` of the iteration.
+        """Run the forward and backward pass of a micro-batch in step `number` of the iteration.
 
         Returns:
-            metrics, and how many tokens of the loss mask the pass rejected. The loss, and metrics of kind `sum`, are
-            not divided by the counts of the mini-batch.
+            metrics, and the number of tokens of the loss mask that the pass rejected. The loss, and metrics of kind
+            `sum`, are not divided by the counts of the mini-batch.
         """
 
     # The same in both.
 
     def aggregate(self, per_token: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
-        """One loss from losses [N] of the tokens in `mask` [N], not divided by the counts of the mini-batch."""
+        """Return one loss from losses [N] of the tokens in `mask` [N], not divided by the counts of the mini-batch."""
         shape = self.shape
         return agg_loss(per_token, mask, shape.agg_mode, batch.row_index, batch.sequences, shape.scale_factor)
 
     def mini_batches(self, rows: TrainBatch) -> Iterator[tuple[int, list[int]]]:
-        """`(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
+        """Yield `(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
         for epoch in range(self.shape.epochs):
             for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
                 yield epoch * self.shape.mini_batches + number, index.tolist()
@@ -131,13 +131,13 @@ class Learner(ABC):
     def micro_batches(
         self, rows: TrainBatch, index: list[int], whole_rows: bool = False, passes: Passes | None = None
     ) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows `index`, equally many on every rank, since each pass is a collective.
+        """Build micro-batches of the rows `index`, equally many on every rank, since each pass is a collective.
 
         Args:
             rows: any rows.
-            index: which of them.
+            index: numbers of the rows to pack.
             whole_rows: keep the contexts of a row in one micro-batch.
-            passes: how they pass through another model than the learner's.
+            passes: another model's passes, if the micro-batches are for it.
         """
         passes = passes or self.passes
         budget, packed = self.shape.max_tokens, passes.packed
@@ -148,7 +148,7 @@ class Learner(ABC):
             yield self.collate(rows, [packs[i] for i in part], passes)
 
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
-        """The micro-batch of these packs, as the model takes it; see `packing.collate`."""
+        """Make the micro-batch of these packs, as the model takes it; see `packing.collate`."""
         packed = (passes or self.passes).packed
         return collate(rows, packs, packed=packed, sequence=self.mesh.positions).to(self.device)
 
@@ -185,7 +185,7 @@ class Learner(ABC):
         return stats
 
     def restore_schedule(self, steps: int) -> None:
-        """Set the learning rate to that after `steps` optimiser steps."""
+        """Set the learning rate to its value after `steps` optimiser steps."""
         self.scheduler.last_epoch = steps - 1
         self.scheduler.step()
 
@@ -201,5 +201,5 @@ class Learner(ABC):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of those that see its rows."""
+        """True if this rank is the first of the ranks that have its rows."""
         return ranks.rank() % self.mesh.same_rows == 0

@@ -1,4 +1,4 @@
-"""The train loop: what every train worker does, iteration by iteration.
+"""The train loop, which every train worker runs, iteration by iteration.
 
     wait for rows ─► deal them by their work ─► update critic and actor ─► publish the next version ─► report
 
@@ -103,7 +103,7 @@ class Loop:
 
         Raises:
             CollectiveTimeout: another train worker did not reach a collective operation in time.
-            FinalError: a checkpoint or the model could not be stored; the message says which folder has the model.
+            FinalError: a checkpoint or the model could not be stored; the message names the folder that has the model.
         """
         try:
             return self._run()
@@ -122,7 +122,7 @@ class Loop:
     def _begin(self) -> None:
         """Publish the first version, then begin to read rows, for which engines start.
 
-        vLLM measures a GPU's memory as it starts, and fails if a train worker beside it gives some back meanwhile.
+        vLLM measures a GPU's memory as it starts, and fails if a train worker on the GPU frees memory meanwhile.
         """
         self._publish()
         if self.device.type == "cuda":
@@ -196,11 +196,11 @@ class Loop:
 
     @property
     def _elsewhere(self) -> str:
-        """Where the model goes if the run's folder cannot be written."""
+        """Return the folder for the model in case the run's folder cannot be written."""
         return f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
 
     def _try_to_save(self) -> None:
-        """Write what the end of the run writes, without weights; a collective.
+        """Try to write the files of the run's end, without weights; a collective.
 
         Raises FinalError on every rank.
         """
@@ -232,7 +232,7 @@ class Loop:
             raise NotSavedError(problem)
 
     def _trained(self) -> list[Learner]:
-        """The learners that the next iteration updates."""
+        """Return the learners that the next iteration updates."""
         policy = [self.actor] if self.version >= self.config.critic.warmup else []
         return [*([self.critic] if self.critic else []), *policy]
 

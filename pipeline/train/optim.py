@@ -19,9 +19,9 @@ class ByParameterAdamW(torch.optim.AdamW):
     """AdamW that takes one parameter after the other, with float32 weights and averages. The numbers are AdamW's.
 
     A bfloat16 weight is the upper half of a float32 one, rounded; the state has the lower half, two bytes a number.
-    Steps that are small beside a weight are lost in bfloat16 alone: at 1e-6 nearly all of them.
+    Steps that are small compared with a weight are lost in plain bfloat16: at a learning rate of 1e-6, nearly all.
 
-    Args, beside those of AdamW:
+    Args, in addition to AdamW's:
         host: whether the state is in host memory between steps. The device then holds the state of one parameter.
     """
 
@@ -79,7 +79,7 @@ class ByParameterAdamW(torch.optim.AdamW):
                     self.state[parameter][name] = value.to(device)
 
     def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
-        """Have the state of a parameter on `device`; its count of steps stays where fused AdamW wants it."""
+        """Move the state of a parameter to `device`; its count of steps stays at the place that fused AdamW needs."""
         state = self.state[parameter]
         for name, value in state.items():
             if name != "step":
@@ -87,7 +87,7 @@ class ByParameterAdamW(torch.optim.AdamW):
 
 
 def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 numbers as bfloat16, rounded to the nearest, and as int16 the distance of their bits from there."""
+    """Return float32 numbers as bfloat16, rounded to the nearest, and the distance of their bits from it as int16."""
     # Rounding up would make a zero of a NaN with other bits, such as a GPU's.
     bits = whole.masked_fill(whole.isnan(), torch.nan).view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -95,7 +95,7 @@ def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 numbers of which `halves` gave these halves."""
+    """Return the float32 numbers that `halves` split into these halves."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
@@ -104,9 +104,9 @@ def _local(tensor: Any) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters of `model`, which is sharded already.
+    """Build AdamW over the trainable parameters of `model`, which is sharded already.
 
-    Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
+    Weight decay applies only to matrices, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
     rate of the groups of `adamw_8bit` is a tensor; bfloat16 weights are then rounded up or down at random, so that
     small steps count on average.
     """
@@ -130,7 +130,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
 
 
 def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's part of a trained parameter and of what AdamW keeps of it."""
+    """Return bytes of this rank's part of a trained parameter and of AdamW's state for it."""
     count = _local(parameter).numel()
     if isinstance(optimizer, torch.optim.AdamW):
         # The weight and two averages in float32; of a bfloat16 weight the lower half is in the state.
@@ -140,5 +140,5 @@ def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """The schedule of `rate_factor` over `total_steps` optimiser steps; `step()` is called after each."""
+    """Build the schedule of `rate_factor` over `total_steps` optimiser steps; `step()` is called after each."""
     return LambdaLR(optimizer, rate_factor(config, total_steps))

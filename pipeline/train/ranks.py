@@ -9,20 +9,20 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def backend(use_gpu: bool) -> str:
-    """Backends of the run's process group, by device.
+    """Return the backends of the run's process group, by device.
 
-    Objects and barriers use that of the CPUs: with NCCL alone they would wait for the GPU's queue, and copy to it.
+    Objects and barriers use the CPUs' backend: with NCCL they would wait for the GPU's queue, and copy to it.
     """
     return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
 
 
 def rank() -> int:
-    """The rank of this train worker, from 0."""
+    """Return the rank of this train worker, from 0."""
     return dist.get_rank()
 
 
 def count() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return dist.get_world_size()
 
 
@@ -32,21 +32,21 @@ def barrier() -> None:
 
 
 def all_reduce(values: list[float], device: torch.device, op: Any = SUM) -> list[float]:
-    """The values summed (or reduced by `op`) over all ranks."""
+    """Return the values summed (or reduced by `op`) over all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)
     return tensor.tolist()
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in the order of ranks."""
+    """Return every rank's `value`, in the order of ranks."""
     values: list[Any] = [None] * count()
     dist.all_gather_object(values, value)
     return values
 
 
 def broadcast(value: Any) -> Any:
-    """The `value` of rank 0."""
+    """Return the `value` of rank 0."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]

@@ -1,4 +1,4 @@
-"""The reference as a second model in the train workers, for a KL in the loss where no GPU holds it whole.
+"""The reference as a second model in the train workers, for a KL in the loss if no GPU can hold it whole.
 
     rows ─► micro-batches of the actor's size ─► gather a layer ─► compute ─► free it ─► ... ─► `ref_log_probs`
 
@@ -20,7 +20,7 @@ from pipeline.models.sharing import Passes
 
 @dataclass
 class ShardedReference:
-    """A frozen model, and how rows pass through it."""
+    """A frozen model, and the passes of rows through it."""
 
     module: Policy
     passes: Passes
@@ -35,7 +35,7 @@ class ShardedReference:
         offload: bool,
         longest: int | None = None,
     ) -> "ShardedReference":
-        """The model of `config`; a collective.
+        """Load the model of `config`; a collective.
 
         Args:
             config: path, and the type of weights and computation (`derived.scoring_model`).
@@ -43,7 +43,7 @@ class ShardedReference:
             device: this rank's device.
             mesh: the ranks that divide the weights.
             offload: whether the weights stay in host memory.
-            longest: tokens of the longest row; None for what the model was made for.
+            longest: tokens of the longest row; None for the model's own limit.
 
         Raises ValueError as `load_reference`, and if prompts must be shared and the model cannot.
         """

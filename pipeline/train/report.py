@@ -20,7 +20,7 @@ class CollectiveTimeout(TimeoutError):
 
 
 def is_collective_timeout(error: RuntimeError) -> bool:
-    """Whether torch raised the error because a collective operation took too long."""
+    """Return whether torch raised the error because a collective operation took too long."""
     of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return of_torch and TIMED_OUT.search(str(error)) is not None
 
@@ -36,9 +36,9 @@ def timed(timings: Stats, name: str) -> Iterator[None]:
 
 
 def stop_reason(metrics: Mapping[str, float], table: pa.Table, iteration: int, config: Config) -> str | None:
-    """Why an iteration's metrics, of all ranks, end the run; None if it may continue.
+    """Return the reason why an iteration's metrics, of all ranks, end the run; None if it may continue.
 
-    `table` are this rank's rows, for an example of an error. The limits are `reward.max_error_rate` and
+    `table` has this rank's rows, for an example of an error. The limits are `reward.max_error_rate` and
     `trainer.max_log_prob_gap`.
     """
     limit = config.reward.max_error_rate

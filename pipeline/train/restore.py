@@ -2,7 +2,7 @@
 
     newest first     files and their lengths              rank 0
                      checksums, an equal part each        all ranks
-    damaged          the next one is tried; when one is whole, the damaged ones after it are renamed, and it is said
+    damaged          the next one is tried; when one is whole, the damaged ones after it are renamed, and reported
     whole            it is loaded                         all ranks
 
 All of this comes before the first tensor is loaded, and rank 0 decides: others might find another checkpoint.
@@ -55,7 +55,7 @@ def restore(
 ) -> TrainerState:
     """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
 
-    The files decide which one is whole, because Ray Train's own list lags behind them.
+    The files decide which one is whole, because Ray Train's own list is updated later.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
@@ -64,7 +64,7 @@ def restore(
         policy: folder or URL of the checkpoint of another run, for a run without one of its own; only its weights are
             loaded.
         patience: seconds of retries while the storage does not answer.
-        say: takes a sentence about what is tried again, or damaged.
+        say: takes a sentence about a retry, or about damage.
 
     Returns:
         the restored state; version 0 for a new run.
@@ -94,7 +94,7 @@ def restore(
 
 @contextlib.contextmanager
 def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator[tuple[Path | None, Damaged | None]]:
-    """The checkpoint in `place` as a folder of this machine, None if it is not whole; and what is damaged in it."""
+    """Yield the checkpoint in `place` as a folder of this machine, None if it is not whole; and its damage."""
     found: Saved | Damaged | None = None
     if ranks.rank() == 0:
         try:
@@ -116,7 +116,7 @@ def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator
 
 
 def _keep_aside(problems: Sequence[Damaged], taken: str, say: Callable[[str], None]) -> None:
-    """Rename the damaged checkpoints and say so, on rank 0."""
+    """Rename the damaged checkpoints and report it, on rank 0."""
     if ranks.rank() == 0:
         for error in problems:
             say(f"{error}; it is kept as {Path(set_aside(error.place)).name}, and {taken} is taken")
@@ -144,7 +144,7 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
             learner.optimizer,
             model_state_dict=model,
             optim_state_dict=optimizer,
-            # The weights of a frozen base are those of its own folder.
+            # A frozen base has its weights in its own folder.
             options=StateDictOptions(strict=not frozen(learner)),
         )
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
@@ -155,7 +155,7 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
 
 
 def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None:
-    """Load the weights of those learners that the checkpoint of `place`, which is in `folder`, has."""
+    """Load the weights of the learners that the checkpoint of `place`, which is in `folder`, has."""
     state = {}
     try:
         there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
@@ -172,7 +172,7 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None
 
 
 def _generators(file: Path) -> dict[str, torch.Tensor]:
-    """The states of random generators in a file. Raises ValueError if it is damaged."""
+    """Load the states of random generators from a file. Raises ValueError if it is damaged."""
     try:
         states: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -15,7 +15,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of each step, counted from 0, as a share of `lr`.
+    """Return the learning rate of each step, counted from 0, as a share of `lr`.
 
     Linear warm-up from `1 / warmup` to 1, then the schedule down to `min_lr_ratio` at the last of `total_steps` steps.
     """
@@ -31,7 +31,7 @@ def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]
 
 
 def jumps(progress: dict[str, Any], schedules: dict[str, tuple[OptimConfig, int]]) -> Iterator[str]:
-    """One sentence for each learner whose learning rate jumps when a checkpoint is continued.
+    """Yield one sentence for each learner whose learning rate jumps when a checkpoint is continued.
 
     Args:
         progress: `progress.json` of the checkpoint. Older versions did not write the learning rates.

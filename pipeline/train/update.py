@@ -9,7 +9,7 @@ rounding:
 1. A loss is a sum divided by a count of the whole mini-batch, such as its trained tokens, which is known when the
    mini-batch is complete. Division is linear, so gradients are accumulated undivided and divided once.
 2. Only rows of the current mini-batch add to the gradient, because a step changes the weights for all later ones.
-3. Recomputed old log-probs are those before the first step, which therefore waits for all parts. Later mini-batches
+3. Old log-probs are recomputed before the first step, which therefore waits for all parts. Later mini-batches
    and epochs train when the iteration is complete.
 
 `pipeline.derived.why_not_streamed` lists the settings that need the whole iteration at once.
@@ -53,7 +53,7 @@ class GradAccumulator:
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
-        """Normalise the gradient and take the step; a collective. `rows` are those of the last `add`."""
+        """Normalise the gradient and take the step; a collective. `rows` are the rows of the last `add`."""
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
@@ -81,13 +81,13 @@ class StreamedUpdate:
 
     Args:
         learner: actor or critic.
-        parts: how often `add` will be called; equal on every rank, and 1 or a multiple of the number of mini-batches.
+        parts: number of calls of `add`; equal on every rank, and 1 or a multiple of the number of mini-batches.
     """
 
     def __init__(self, learner: Learner, parts: int):
         self.learner = learner
         self._parts_per_step = parts // learner.shape.mini_batches
-        """Parts of one mini-batch; 0 where one part holds several mini-batches."""
+        """Parts of one mini-batch; 0 if one part holds several mini-batches."""
         self._parts: list[TrainBatch] = []
         self._stats: list[Stats] = []
         self.rows: TrainBatch

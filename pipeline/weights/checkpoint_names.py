@@ -1,8 +1,9 @@
-"""Published weights under the names and in the layout of checkpoints, which are all that vLLM's loaders know.
+"""Published weights under the names and in the layout of checkpoints, the only ones that vLLM's loaders know.
 
-`transformers` holds the experts of a layer as one tensor, `experts.gate_up_proj` [E, 2I, H], where checkpoints hold
-`experts.0.gate_proj.weight` [I, H] and so on, and calls the weights of some families otherwise than their checkpoints
-do. Replicas are models of `transformers` and take weights as they are published; engines take them through here.
+`transformers` holds the experts of a layer as one tensor, `experts.gate_up_proj` [E, 2I, H]; checkpoints hold
+`experts.0.gate_proj.weight` [I, H] and so on. Some families have other names in `transformers` than in their
+checkpoints. Replicas are models of `transformers` and take weights as they are published; engines take them through
+this module.
 """
 
 import copy
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def skeleton(path: str, trust_remote_code: bool) -> Any:
-    """The model of `transformers` at `path`, without weights: it knows how checkpoints of its kind call them.
+    """Build the model of `transformers` at `path` without weights; it knows its names in checkpoints.
 
     Its buffers have memory, and hold what the model's class computes from the configuration.
     """
@@ -34,10 +35,10 @@ def skeleton(path: str, trust_remote_code: bool) -> Any:
 
 
 def skeleton_beside(vllm_config: Any) -> Any:
-    """The skeleton of an engine's model, in the engine's process.
+    """Build the skeleton of an engine's model in the engine's process.
 
-    vLLM computes some families by the classes of `transformers`, which it changes: they ask for an engine's
-    configuration then, and prepare themselves for its compiler.
+    vLLM computes some families by the classes of `transformers`, and changes these classes: they then need an engine's
+    configuration, and prepare themselves for its compiler.
     """
     from vllm.config import CompilationMode, set_current_vllm_config
 
@@ -49,7 +50,7 @@ def skeleton_beside(vllm_config: Any) -> Any:
 
 
 def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Whole weights of a model like `lm`, by their names there, as `transformers` would save them.
+    """Yield whole weights of a model like `lm`, named as in `lm`, as `transformers` would save them.
 
     One weight after the other is converted, so that no more than one is held.
     """

@@ -19,7 +19,7 @@ BLOCK = COLUMNS * ROWS * 8
 
 
 def crc(buffer: Any) -> int:
-    """A 32-bit checksum of a bucket [B] uint8: host memory, or a tensor, which stays on its device."""
+    """Compute a 32-bit checksum of a bucket [B] uint8: host memory, or a tensor, which stays on its device."""
     import torch
 
     if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":

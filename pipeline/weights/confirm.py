@@ -1,10 +1,10 @@
-"""What an engine confirms of the first version that it gets: each tensor that was trained, by name, in both directions.
+"""An engine's check of the first version that it gets: each trained tensor, by name, in both directions.
 
     not sent     a tensor that the model of `transformers` has and no train worker published
     not read     a tensor that was published and that vLLM's loader left out
     left over    a parameter of the engine that nothing was written to
 
-vLLM's loaders skip names that they do not know, and some return the names of what they skipped. So the tensors are
+vLLM's loaders skip names that they do not know, and some return the names of skipped weights. So the tensors are
 followed: a tensor was read if numbers made of it were written to memory. A buffer that is not read may be left out if
 the model's class computes it from the configuration, as old models do with the frequencies of their rotary embedding.
 """
@@ -24,26 +24,26 @@ from pipeline.models.state import is_weight, tensors
 from pipeline.weights.checkpoint_names import as_in_checkpoint
 
 SHOWN = 4
-"""Names in a message."""
+"""Most names in a message."""
 REMEDY = "use a model of another family, or the versions of vLLM and transformers that requirements/ names"
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What one worker of an engine has found; empty if all is well."""
+    """Findings of one worker of an engine; empty if all is well."""
 
     unsent: set[str]
-    """Names in the model of `transformers`."""
+    """Tensors that no train worker published, by their names in the model of `transformers`."""
     unread: set[str]
-    """Names in a checkpoint."""
+    """Tensors that the loader did not read, by their names in a checkpoint."""
     left: set[str]
-    """Names in the engine's model."""
+    """Parameters that nothing was written to, by their names in the engine's model."""
 
 
 def check(found: Sequence[Confirmation], family: str) -> None:
-    """Raises FinalError if the workers of an engine have found that a version is not complete.
+    """Raise FinalError if the workers of an engine have found that a version is not complete.
 
-    A worker reads no experts but its own, so what one of them reads is read.
+    A worker reads only its own experts, so a tensor counts as read if any worker reads it.
     """
     lists = {
         "not published": set.union(*(worker.unsent for worker in found)),
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         """The tensor that the loader has got last, while it works on it."""
 
     def followed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights for the loader, as copies: parts of one tensor could not be told apart."""
+        """Yield the same weights for the loader, as copies: parts of one tensor could not be distinguished."""
         for name, tensor in weights:
             self.unread[name] = tensor = tensor.clone()
             self._made_of[StorageWeakRef(tensor.untyped_storage())] = {name}
@@ -112,10 +112,10 @@ class Watch(TorchDispatchMode):
             ) from error
 
     def confirmation(self, lm: Any, sent: set[str]) -> Confirmation:
-        """What was found of a version that is loaded.
+        """Report the findings on a version that is loaded.
 
         Args:
-            lm: the model of `transformers` whose weights they are (`checkpoint_names.skeleton`).
+            lm: the model of `transformers` that has these weights (`checkpoint_names.skeleton`).
             sent: names of the version's tensors.
         """
         known = dict(tensors(lm))
@@ -154,6 +154,6 @@ class Watch(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[StorageWeakRef]:
-    """The memory of the tensors in `values`."""
+    """Return the memory of the tensors in `values`."""
     found = (value for value in tree_leaves(values) if isinstance(value, Tensor) and value.layout == torch.strided)
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in found]

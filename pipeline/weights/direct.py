@@ -1,7 +1,7 @@
 """Weights that an engine reads out of a train worker's memory, past the object store (`weight_transport=nixl`).
 
 A train worker keeps a copy of its shard for every version that may still be fetched (`PublishedMemory`) and publishes
-where the buckets are. Engines `read` them by NIXL's one-sided reads, over what UCX finds between the two: NVLink,
+the addresses of the buckets. Engines `read` them by NIXL's one-sided reads, over any link that UCX finds: NVLink,
 InfiniBand, shared memory, TCP. The train worker takes no part in a read, so it computes meanwhile. The bytes need not
 pass through host memory, and neither does their checksum (`checksum.py`).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
-"""What NIXL calls the memory of a device."""
+"""NIXL's name for the memory of each kind of device."""
 POLL_S = 0.001
 ALIGNED = 8
 """Bytes of the largest number: a bucket begins at a multiple of them."""
@@ -38,17 +38,17 @@ class RemoteBuffer:
     device: int = 0
     agent: str = ""
     metadata: bytes = b""
-    """What another agent needs to know of this one."""
+    """NIXL's description of the agent, which another agent needs to connect to it."""
 
 
 @functools.cache
 def nixl_agent() -> Any:
-    """This process's NIXL agent.
+    """Return this process's NIXL agent.
 
     Raises:
         ImportError: NIXL is not installed.
     """
-    # Without a bound UCX may keep memory that is no longer registered; vLLM sets the same one for its own transfers.
+    # Without a bound UCX may keep unregistered memory; vLLM sets the same one for its own transfers.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -61,15 +61,16 @@ def nixl_agent() -> Any:
 
 
 class PublishedMemory:
-    """One model's weights of the last `versions` versions on one rank, where engines read them.
+    """One model's weights of the last `versions` versions on one rank, open to reads of engines.
 
     The memory is allocated and registered once, in as many parts as versions, which are written in turn. The parameters
     themselves cannot be read: the next step changes them.
 
     With `max_staleness + 2` parts no version is overwritten while it is needed. Version `v + max_staleness + 2` is made
-    of rows that only version `v + 1` or a newer one may begin, so by the time it overwrites `v`, `v` is no longer
-    current, its validation is over, and the rows that it was admitted for have been generated. Only an engine that has
-    been loading `v` all the time for rows that are no longer awaited could read a mixture; its checksum shows that.
+    of rows that only version `v + 1` or a newer one may begin. By the time it overwrites `v`, a newer version is
+    current, the validation of `v` is over, and the rows that it was admitted for have been generated. Only an engine
+    that has been loading `v` all the time, for rows that the run does not await, could read a mixture; its checksum
+    shows that.
 
     Raises:
         ImportError: NIXL is not installed.
@@ -87,7 +88,7 @@ class PublishedMemory:
 
         Args:
             version: its number.
-            nbytes: of all its buckets, each up to a multiple of `ALIGNED`; the same for all versions.
+            nbytes: bytes of all its buckets, each up to a multiple of `ALIGNED`; the same for all versions.
         """
         import torch
 
@@ -98,14 +99,14 @@ class PublishedMemory:
         self._next = version % self._versions * nbytes
 
     def empty(self, nbytes: int) -> "torch.Tensor":
-        """Memory [nbytes] uint8 for the next bucket."""
+        """Return memory [nbytes] uint8 for the next bucket."""
         assert self._bytes is not None
         start = self._next
         self._next += -(-nbytes // ALIGNED) * ALIGNED
         return self._bytes[start : start + nbytes]
 
     def put(self, bucket: "torch.Tensor") -> RemoteBuffer:
-        """Where engines find a bucket from `empty` whose bytes are written."""
+        """Return the address of a bucket from `empty`, after its bytes are written."""
         if not len(bucket):
             return RemoteBuffer(self._rank, 0)
         kind, device = MEMORY[bucket.device.type], max(bucket.get_device(), 0)
@@ -123,7 +124,7 @@ class PublishedMemory:
 
 
 def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["torch.Tensor"]:
-    """Buffers out of the memory of train workers, as bytes [B] uint8 on `device`.
+    """Read buffers out of the memory of train workers, as bytes [B] uint8 on `device`.
 
     Raises:
         TimeoutError: all of them together took longer than `timeout` seconds.
@@ -156,7 +157,7 @@ def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["
 
 
 def _begin(remote: RemoteBuffer, buffer: "torch.Tensor") -> tuple[Any, Any]:
-    """A running transfer, and the registration of the buffer it fills."""
+    """Start a transfer; returns it, and the registration of the buffer it fills."""
     agent = nixl_agent()
     _introduce(remote.agent, remote.metadata)
     registered = agent.register_memory(buffer)

@@ -36,7 +36,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: tuple[int, ...]
     """Index of the part's first number, in every dimension."""
     extent: tuple[int, ...]
@@ -45,7 +45,7 @@ class Piece:
     offset: int
     nbytes: int
     dtype: str = "float32"
-    """Of its numbers, as torch calls it."""
+    """Type of its numbers, by torch's name."""
 
     @property
     def itemsize(self) -> int:
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank contributes to a policy version."""
+    """One rank's part of a policy version."""
 
     rank: int
     pieces: list[Piece]
@@ -81,7 +81,7 @@ class Shard:
     checksums: list[int]
     """`crc` of each bucket."""
     version: int = -1
-    """Of the weights; -1 where only whole buckets are published."""
+    """Version of the weights; -1 if only whole buckets are published."""
     steps: list[Step] = field(default_factory=list)
     """From earlier versions, the oldest first."""
     adapter: Mapping[str, Any] | None = None
@@ -93,13 +93,13 @@ class Shard:
 
 
 def checksum(shards: Sequence[Shard]) -> int:
-    """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
+    """Return one number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
     return zlib.crc32(b"".join(crc.to_bytes(4, "little") for shard in ordered for crc in shard.checksums))
 
 
 def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
-    """Buckets from where they were published: byte buffers, or tensors on `device`.
+    """Fetch published buckets: byte buffers, or tensors on `device`.
 
     Raises:
         TimeoutError: they did not arrive within `timeout` seconds.
@@ -120,10 +120,10 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
 def parameters(
     shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], cache: BucketCache | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
+    """Yield whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
 
-    While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. What one rank
-    holds whole is not copied: such a tensor is read-only, and a cache changes it with the next version.
+    While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. A tensor that
+    one rank holds whole is not copied: it is read-only, and a cache changes it with the next version.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
@@ -165,7 +165,7 @@ def parameters(
 
 
 def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
-    """A piece of a bucket, without a copy."""
+    """View a piece of a bucket as a tensor, without a copy."""
     # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
     # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
@@ -179,7 +179,7 @@ def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
 
 
 def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tensor":
-    """A parameter of its pieces."""
+    """Join a parameter from its pieces."""
     import torch
 
     piece, whole = parts[0]
@@ -193,7 +193,7 @@ def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tens
 
 
 def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Results of `work` on 0 to `count` in order, of which the next is made while the caller has one."""
+    """Yield the results of `work` on 0 to `count` in order; the next one is made while the caller has one."""
     with ThreadPoolExecutor(1, "weights") as pool:
         pending = pool.submit(work, 0) if count else None
         for following in range(1, count + 1):
@@ -204,13 +204,13 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
 
 
 def confirm(worker: Any) -> "Confirmation | None":
-    """What a vLLM worker says of the version that it has just loaded; None if it knows all of its names."""
+    """Return a vLLM worker's findings on the version that it has just loaded; None if it knows all of its names."""
     confirmation: Confirmation | None = worker.weight_transfer_engine.confirm()
     return confirmation
 
 
 def accept(worker: Any) -> None:
-    """Have a vLLM worker look at versions no more that have the names of the last one."""
+    """End a vLLM worker's checks of versions that have the names of the last one."""
     worker.weight_transfer_engine.accept()
 
 

@@ -32,24 +32,26 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def travels_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which a tensor of a model is sent to an engine that computes in `dtype`: a buffer's own, in which it
-    is read from a checkpoint, too."""
+    """Return the type in which a tensor of a model is sent to an engine that computes in `dtype`.
+
+    A buffer keeps its own type, in which it is also read from a checkpoint.
+    """
     return dtype if is_weight(tensor) else tensor.dtype
 
 
 def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: bool = False) -> Named:
-    """The weights of a model that are published (`lora.published`), under the names that `rename` gives them."""
+    """Yield the weights of a model that are published (`lora.published`), under the names that `rename` gives them."""
     return ((rename(name), parameter) for name, parameter in published(model, adapter_alone))
 
 
 def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter and, for every dimension, the index of its first number.
+    """Return this rank's part of a parameter and, for every dimension, the index of its first number.
 
-    Where several ranks hold the same part (replicas, tensor-parallel ranks with the same norm), the first of them has
-    it and the others have no numbers. An unsharded parameter belongs to rank 0 alone.
+    If several ranks hold the same part (replicas, tensor-parallel ranks with the same norm), the first of them has
+    it and the others have no numbers. An unsharded parameter belongs to rank 0.
 
     Raises:
-        ValueError: the part is no block of neighbouring numbers, or one of several summands.
+        ValueError: the part is not a block of neighbouring numbers, or it is one of several summands.
     """
     if not isinstance(parameter, DTensor):
         return parameter if rank == 0 else parameter.new_empty(0), (0,) * parameter.ndim
@@ -86,7 +88,7 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
 
 
 def buckets(weights: Named, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors in order, in groups of at most `limit` bytes as they travel; a larger one is a group of its own."""
+    """Yield tensors in order, in groups of at most `limit` bytes as they travel; a larger one is a group of its own."""
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, parameter in weights:
@@ -110,20 +112,20 @@ def pack(
     memory: "PublishedMemory | Staging | None" = None,
     adapter: Mapping[str, Any] | None = None,
 ) -> Shard:
-    """This rank's part of the current weights.
+    """Pack this rank's part of the current weights.
 
     While a bucket is filled, another thread computes the checksum of the one before and stores it.
 
     Args:
-        weights: tensors, sharded or not, under the engine's names; asked for one bucket after the other, the same on
-            every rank.
+        weights: tensors, sharded or not, under the engine's names; read one bucket after the other, the same on every
+            rank.
         rank: rank of this process.
         dtype: type the parameters travel in; the engine's.
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
-        put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
-        memory: where the buckets are written; `put` gets those of `PublishedMemory` as tensors. Without it every bucket
-            has memory of its own.
-        adapter: settings of the adapter that these weights are; None: they are a whole model.
+        put: stores a uint8 numpy array and returns a reference to it; `ray.put`.
+        memory: holds the buckets; `put` gets buckets of `PublishedMemory` as tensors. Without it, every bucket has
+            memory of its own.
+        adapter: settings of the adapter, if these weights are one; None for a whole model.
     """
     pieces: list[Piece] = []
     stored: list[Future[tuple[int, Any]]] = []
@@ -154,7 +156,8 @@ def pack(
 
 
 def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) -> tuple[list[int], int]:
-    """Offsets of a rank's parts in their bucket, and its bytes. Large numbers come first, so that all are aligned."""
+    """Return offsets of a rank's parts in their bucket, and its bytes. Large numbers come first, so that all are
+    aligned."""
     offsets, size = [0] * len(parts), 0
     for index in sorted(range(len(parts)), key=lambda index: -parts[index][2].itemsize):
         part, _, kind = parts[index]
@@ -164,7 +167,7 @@ def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) 
 
 
 def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adapter_alone: bool = False) -> int:
-    """Bytes of all buckets that `pack` fills on this rank, each up to a multiple of `ALIGNED`."""
+    """Return the bytes of all buckets that `pack` fills on this rank, each up to a multiple of `ALIGNED`."""
     held = ((name, tensor) for name, tensor in tensors(model) if (".lora_" in name) == adapter_alone)
     total = 0
     for group in buckets(held, dtype, limit):
@@ -192,7 +195,7 @@ class Staging:
         self._version, self._number = version, 0
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory [nbytes] uint8 for the next bucket."""
+        """Return memory [nbytes] uint8 for the next bucket."""
         key = (self._version % 2, self._number) if self._keeps else (0, self._number % 2)
         self._number += 1
         if key not in self._buffers or len(self._buffers[key]) < nbytes:
@@ -205,7 +208,7 @@ class WeightPublisher:
 
     Args:
         rank, dtype, limit: see `pack`.
-        put: stores a copy of a uint8 numpy array and returns what fetches it; `ray.put`.
+        put: stores a copy of a uint8 numpy array and returns a reference to it; `ray.put`.
         rename: turns a parameter's name into the engine's.
         delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
@@ -235,12 +238,12 @@ class WeightPublisher:
         """Bytes that an engine fetches if it has the version before."""
 
     def stats(self) -> Stats:
-        """Metrics of the last version."""
+        """Return metrics of the last version."""
         fetched, whole = float(self.bytes), float(self.whole_bytes)
         return {"perf/weight_bytes": Stat("sum", (fetched,)), "perf/weight_bytes_ratio": mean(fetched, whole)}
 
     def pack(self, model: nn.Module, version: int) -> Shard:
-        """This rank's part of the current weights, which are those of `version`."""
+        """Pack this rank's part of the current weights, which are version `version`."""
         buffers: list[Any] = []
 
         def put(buffer: Any) -> Any:

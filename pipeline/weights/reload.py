@@ -1,10 +1,10 @@
-"""How vLLM takes new weights: its own reload, layer by layer, but embeddings and heads in place.
+"""Updates of a vLLM model: vLLM's own reload, layer by layer, but embeddings and heads in place.
 
 vLLM's reload gives a layer fresh memory, loads it, lets it pack its weights for the kernels, and copies the result to
-where the old weights are. Embeddings and unquantised heads have nothing to change before that copy, and are a large
+the memory of the old weights. Embeddings and unquantised heads have nothing to change before that copy, and are a large
 part of a small model: they are loaded in place. On CPUs a head also has a copy of its weights that is packed for the
 GEMM, which takes as long as the rest of a small model: here each head gets it once, in another thread while the layers
-load, and embeddings that are no heads get none.
+load, and embeddings that are not heads get none.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,7 @@ class Reload:
 
     Args:
         model: all its weights are replaced in each update.
-        device: "cpu" or that of a GPU.
+        device: "cpu", or the name of a GPU.
     """
 
     def __init__(self, model: Any, device: str) -> None:
@@ -31,7 +31,11 @@ class Reload:
         """Prepare the model for `load_weights` of all its weights. No request may be computed before `finish`."""
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _get_original_loader,
+            _place_kernel_tensors,
+            get_layerwise_info,
+        )
 
         self._packed.clear()
         initialize_layerwise_reload(self._model)
@@ -39,6 +43,9 @@ class Reload:
             info = get_layerwise_info(module)
             _place_kernel_tensors(module, info)
             info.reset()
+            for parameter in module.parameters(recurse=False):
+                # vLLM wraps the loader of a bias itself, not of a copy; wrapped, it would take nothing from here on.
+                parameter.weight_loader = _get_original_loader(parameter)
         if self._on_cpu:
             for module in self._model.modules():
                 method = getattr(module, "quant_method", None)
@@ -79,7 +86,7 @@ class Reload:
         return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
 
     def _embeddings(self) -> list[Any]:
-        """Embeddings and heads whose kernel reads the weights as they are."""
+        """Return embeddings and heads whose kernel reads the weights as they are."""
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             UnquantizedEmbeddingMethod,
             VocabParallelEmbedding,

@@ -1,0 +1,136 @@
+"""The turns of phrase that make a second reading necessary, counted in docstrings and comments.
+
+    python -m tests.words            # fails if a turn stands more often than its ceiling allows (part of `make lint`)
+    python -m tests.words --lower    # writes today's counts as the new ceilings, if none of them rises
+    python -m tests.words --show beside
+
+Ceilings are in `words.json`. They only fall: a sentence that is mended lowers one for good.
+"""
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CEILINGS = Path(__file__).with_suffix(".json")
+FOLDERS = ("pipeline", "jobs", "benchmarks")
+TURNS = {
+    "of which": r"\b(?:of which|those of|that of|those that|those which)\b",
+    "is no": r"\b(?:is|are|was|were) no\b",
+    "where": r"\bwhere\b",
+    "beside": r"\bbeside\b",
+    "behind": r"\bbehind\b",
+    "alone": r"\balone\b",
+    "anew": r"\banew\b",
+    "whoever": r"\b(?:whoever|whatever|nobody)\b",
+    "person": r"\b(?:asks|asked|tells|told|plays|played|says|said|hears|heard|obeys|mourns)\b",
+    "begins with what": r"\A(?:What|Whether|Why|Of|As|Its|Those)\b",
+}
+"""Each turn by its name, as a regular expression. The last one looks at the beginnings of docstrings."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A docstring or a comment.
+
+    Attributes:
+        path: of its file, below the root.
+        line: number of its first line.
+        words: the text, without code in backticks.
+        docstring: whether it is one.
+    """
+
+    path: str
+    line: int
+    words: str
+    docstring: bool
+
+
+def texts(folders: Sequence[str] = FOLDERS) -> Iterator[Text]:
+    """All docstrings and comments of the Python files below `folders`."""
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(source)):
+            # A string that stands for itself documents a module, a class, a function or the field above it.
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield Text(name, node.lineno, without_code(node.value.value), True)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield Text(name, token.start[0], without_code(token.string), False)
+
+
+def without_code(text: str) -> str:
+    """`text` without what stands in backticks, and without indented blocks of commands and code."""
+    prose = re.sub(r"``?[^`]+``?", "`", text)
+    return re.sub(r"\n\n {4,}\S[^\n]* {2,}[^\n]*", "", prose)
+
+
+def found(text: Text) -> Counter[str]:
+    """How often each turn stands in `text`."""
+    return Counter(
+        {
+            turn: len(re.findall(pattern, text.words, re.IGNORECASE if not pattern.startswith(r"\A") else 0))
+            for turn, pattern in TURNS.items()
+            if text.docstring or not pattern.startswith(r"\A")
+        }
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare the counts with their ceilings; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Count turns of phrase in docstrings and comments.")
+    parser.add_argument("--lower", action="store_true", help="write today's counts as the new ceilings")
+    parser.add_argument("--show", choices=TURNS, help="print the lines with this turn")
+    parser.add_argument("--rooms", action="store_true", help="print the counts of each room, per 1,000 words")
+    options = parser.parse_args(arguments)
+    every = list(texts())
+    if options.show:
+        for text in every:
+            if found(text)[options.show]:
+                print(f"{text.path}:{text.line}: {' '.join(text.words.split())[:160]}")
+        return 0
+    if options.rooms:
+        return by_room(every)
+    counts: Counter[str] = sum((found(text) for text in every), Counter())
+    ceilings = json.loads(CEILINGS.read_text()) if CEILINGS.is_file() else {}
+    high = {turn: counts[turn] for turn in TURNS if counts[turn] > ceilings.get(turn, counts[turn])}
+    for turn, count in high.items():
+        print(
+            f"{turn!r} stands {count} times in docstrings and comments, and {ceilings[turn]} are allowed; say it in "
+            f"other words (python -m tests.words --show {turn!r} lists the places)",
+            file=sys.stderr,
+        )
+    if high:
+        return 1
+    if options.lower:
+        CEILINGS.write_text(json.dumps({turn: counts[turn] for turn in TURNS}, indent=1) + "\n")
+    return 0
+
+
+def by_room(every: Sequence[Text]) -> int:
+    """Print each turn's count per 1,000 words of each room, and of all."""
+    rooms: dict[str, list[Text]] = {"all": list(every)}
+    for text in every:
+        rooms.setdefault("/".join(text.path.split("/")[:2]).removesuffix(".py"), []).append(text)
+    print("room", "words", *TURNS, sep=" | ")
+    for room, inside in rooms.items():
+        words = sum(len(text.words.split()) for text in inside)
+        counts: Counter[str] = sum((found(text) for text in inside), Counter())
+        print(room, words, *(f"{1000 * counts[turn] / max(words, 1):.1f}" for turn in TURNS), sep=" | ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
