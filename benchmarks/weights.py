@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
 from pipeline.config.trainer import TrainerConfig
-from pipeline.models.fsdp import torch_dtype
+from pipeline.models.precision import torch_dtype
 from pipeline.run.driver import start_ray
 from pipeline.stream import engine_env
 from pipeline.weights.checksum import crc

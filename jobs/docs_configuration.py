@@ -10,15 +10,17 @@ import sys
 import textwrap
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jobs.entry import command
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
 from pipeline.config.schema import Key, keys
-from pipeline.plan.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
 from pipeline.prompts.sampler import SAMPLERS
+from pipeline.registry import Entry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -40,12 +42,12 @@ numbers, truth values or null stand in quotes: `"2024": 2`.
 `defaults: [/algorithm/dapo, _self_]`.
 """
 
-BUILT_IN = {
-    "algorithm.adv_estimator": (*NEED_NO_GROUP, *COMPARE_IN_GROUP),
+BUILT_IN: dict[str, Mapping[str, Any]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
     "actor.policy_loss.loss_mode": POLICY_LOSSES,
-    "data.sampler": tuple(SAMPLERS),
+    "data.sampler": SAMPLERS,
 }
-"""Keys that take a name or an import path, with the built-in names."""
+"""Keys that take a name or an import path, with the choices by their names."""
 
 
 def descriptions(schema: type) -> dict[str, str]:
@@ -124,7 +126,9 @@ def _row(same: tuple[Key, ...]) -> str:
     """Format one key. If several sections have it, show only its last part, and all its different defaults."""
     key = same[0]
     text = descriptions(key.owner)[key.name.rpartition(".")[2]]
-    names = BUILT_IN.get(key.name, ())
+    names = [
+        name for name, choice in BUILT_IN.get(key.name, {}).items() if not isinstance(choice, Entry) or choice.built_in
+    ]
     if names and not all(f"`{name}`" in text for name in names):
         text += f" Built in are {', '.join(f'`{name}`' for name in names)}."
     choices = bounds_of(key.owner, key.name.rpartition(".")[2]).choices

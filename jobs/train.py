@@ -215,12 +215,13 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         ValueError, OSError, ImportError: the settings or the input cannot be used, or the run's folder is in use;
             nothing has been started.
     """
-    from pipeline.plan.plan import plan
+    from pipeline.plan.checks import check
     from pipeline.replay import checks as replay
     from pipeline.storage.owner import of_run, owned
     from pipeline.storage.resume import check_writable
 
-    plan(config)
+    # The sentences name paths as the user wrote them.
+    check(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     replay.check_folder(config, run_dir)

@@ -9,21 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
-import pipeline.advantage.estimators  # noqa: F401 (fills the registry)
 from jobs.docs_configuration import descriptions
-from pipeline.advantage import registry as estimators
 from pipeline.advantage.registry import EstimatorInput
 from pipeline.agent import Message
+from pipeline.agent.errors import PolicyMistake
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import PolicyMistake
 from pipeline.agent.zygote import INHERITED
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.config.supervised import PreferenceConfig, SFTConfig
 from pipeline.losses import AGG_MODES
-from pipeline.losses import registry as losses
 from pipeline.losses.registry import LossInput
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +47,7 @@ def first_cells(text: str) -> set[str]:
 
 
 def built_in(registry: dict[str, Any]) -> set[str]:
-    return {name for name, known in registry.items() if known.function.__module__.startswith("pipeline.")}
+    return {name for name, known in registry.items() if known.built_in}
 
 
 def anchors(page: Path) -> set[str]:
@@ -65,8 +63,8 @@ def test_every_algorithm_has_its_row() -> None:
 @pytest.mark.parametrize(
     ("heading", "names"),
     [
-        ("Advantage estimators", built_in(estimators._ESTIMATORS)),
-        ("Policy losses", built_in(losses._POLICY_LOSSES)),
+        ("Advantage estimators", built_in(ESTIMATORS)),
+        ("Policy losses", built_in(POLICY_LOSSES)),
         ("Aggregation", set(AGG_MODES)),
     ],
 )

@@ -5,9 +5,10 @@ from typing import Any
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.errors import CommandFailed
 from pipeline.agent.questions import Chat
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import CommandFailed, Session
+from pipeline.agent.session import Session
 
 
 class Command:

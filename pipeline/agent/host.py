@@ -29,7 +29,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load
+from pipeline.agent import frames, load, own_process
 from pipeline.agent.replies import LATE, THREAD_S, Replies, children
 
 MEMORY = 4 << 30
@@ -51,13 +51,13 @@ if settings["path"]:
 else:
     sys.modules["pipeline"] = package = types.ModuleType("pipeline")
     package.__path__ = []
-    for name in ("pipeline.agent", "pipeline.reward.sandbox.inside"):
+    for name in ("pipeline.imports", "pipeline.agent", "pipeline.reward.sandbox.inside"):
         folder = settings["package"] + name[len("pipeline"):].replace(".", "/")
         spec = importlib.util.spec_from_file_location(
             name, folder + "/__init__.py", submodule_search_locations=[folder])
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    package.agent = sys.modules["pipeline.agent"]
+    package.agent, package.imports = sys.modules["pipeline.agent"], sys.modules["pipeline.imports"]
 from pipeline.agent import host
 getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
@@ -92,7 +92,7 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
         Zygote(settings, given, socket.socket(fileno=control)).serve()
     for descriptor in (given, control):
         os.close(descriptor)
-    silence(1, 2)
+    own_process.silence(1, 2)
     poll = select.poll()
     poll.register(life, select.POLLIN)
     poll.register(wake[0], select.POLLIN)
@@ -159,7 +159,7 @@ class Zygote:
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
-        silence(1, 2)
+        own_process.silence(1, 2)
         if "numpy" in sys.modules:
             # It is imported when it is first used, which each episode would do (`replies.py`).
             importlib.import_module("numpy.random")
@@ -297,22 +297,9 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
     if hard != resource.RLIM_INFINITY:
         memory = min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    first_to_go()
+    own_process.first_to_go()
     Replies(connection, code).serve()
     os._exit(0)
-
-
-def first_to_go() -> None:
-    """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
-    name = "/proc/self/oom_score_adj"
-    place = os.open(name, os.O_RDONLY)
-    done = os.read(place, 16) == b"1000\n"
-    os.close(place)
-    # In isolation it is done by now, and the file cannot be written any more.
-    if not done:
-        place = os.open(name, os.O_WRONLY)
-        os.write(place, b"1000")
-        os.close(place)
 
 
 def _is_alone() -> bool:
@@ -357,11 +344,3 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
     except ProcessLookupError:
         return
-
-
-def silence(*descriptors: int) -> None:
-    """What is written to these descriptors from here on goes nowhere, and nothing is read from them."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(nothing, descriptor)
-    os.close(nothing)

@@ -6,12 +6,9 @@ Needs Python 3.9 and nothing but the standard library; it runs in environment pr
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 import importlib.util
 import inspect
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -21,6 +18,7 @@ from functools import partial
 from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pipeline import imports
 from pipeline.agent import Environment, verl
 from pipeline.agent.frames import cut, text_of
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from pipeline.agent.mcp_client import Server
 
 MAX_ERROR = 1000  # characters
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass
@@ -254,7 +251,7 @@ def _tools(code: Code, key: str, spec: str) -> list[Tool]:
     """The tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
     if spec.endswith((".yaml", ".yml")):
         return _tools_of_verl(code, key, spec)
-    path, _, name = _split(spec)
+    path, name = imports.split(spec)
     if name:
         named = _named(code, key, spec)
         return [_tool_of_verl(key, named, {}, None) if verl.is_tool(named) else _tool(key, named)]
@@ -309,7 +306,7 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
 
 def _named(code: Code, key: str, spec: str) -> Any:
     """What `module:Name` or `/path/file.py:Name` stands for."""
-    path, _, name = _split(spec)
+    path, name = imports.split(spec)
     if not name:
         raise ValueError(f"{key} is {spec}, which names no class or function; write {spec}:NAME")
     module = _module(code, key, path)
@@ -321,7 +318,7 @@ def _named(code: Code, key: str, spec: str) -> Any:
 
 def folders(environment: str | None, tools: list[str], program: str | None = None, **_: Any) -> list[str]:
     """Folders of the files that the settings of these names stand for, found without importing them."""
-    specs = [_split(spec)[0] for spec in (environment, program) if spec is not None]
+    specs = [imports.split(spec)[0] for spec in (environment, program) if spec is not None]
     for spec in tools:
         if spec.endswith((".yaml", ".yml")):
             specs.append(spec)
@@ -329,7 +326,7 @@ def folders(environment: str | None, tools: list[str], program: str | None = Non
             with contextlib.suppress(ValueError):
                 specs += [entry["class_name"] for entry in verl.entries(spec)]
         else:
-            specs.append(_split(spec)[0])
+            specs.append(imports.split(spec)[0])
     return [folder for path in specs for folder in _folders(path)]
 
 
@@ -347,41 +344,20 @@ def _folders(path: str) -> Sequence[str]:
     return [os.path.dirname(str(spec.origin))] if spec.has_location else []
 
 
-def _split(spec: str) -> tuple[str, str, str]:
-    path, colon, name = spec.rpartition(":")
-    return (path, colon, name) if colon else (spec, "", "")
-
-
 def _module(code: Code, key: str, path: str) -> ModuleType:
     """The module of a file or of a dotted name, imported once."""
     file = os.path.abspath(os.path.expanduser(path))
-    if not path.endswith(".py") and _MODULE.fullmatch(path):
-        name, spec = path, None
-    elif path.endswith(".py") and os.path.isfile(file):
-        # Two files of one name are two modules; one file that several settings name is loaded once.
-        name = f"agent_{os.path.basename(file)[:-3]}_{hashlib.blake2b(file.encode(), digest_size=4).hexdigest()}"
-        spec = importlib.util.spec_from_file_location(name, file)
+    if imports.is_file(path):
         code.folders.append(os.path.dirname(file))
         # Modules that lie beside the file can be imported.
         if os.path.dirname(file) not in sys.path:
             sys.path.append(os.path.dirname(file))
-    else:
-        missing = not os.path.exists(file) and (path.endswith(".py") or "/" in path)
-        what = f"does not exist (no {file})" if missing else "is neither a Python file (.py) nor a module"
-        raise ValueError(f"{key} is {path}, which {what}; name one that exists")
-    module = sys.modules.get(name) or _imported(code, key, path, name, spec)
+    try:
+        module = imports.load(path)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} is {path}, which {error}") from error
+    # A module may raise anything as it is loaded.
+    except BaseException as error:
+        raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error
     code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))
     return module
-
-
-def _imported(code: Code, key: str, path: str, name: str, spec: Any) -> ModuleType:
-    try:
-        if spec is None:
-            return importlib.import_module(name)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    # A module may raise anything as it is loaded, `SystemExit` of a script included.
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error

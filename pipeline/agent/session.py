@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
+from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.replies import Returned, checked, checked_content, checked_result
 from pipeline.agent.schema import mistake, whole
@@ -25,25 +26,6 @@ PLACE = 300
 """Characters of that."""
 _READ = 1 << 16
 Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
-
-
-class EpisodeFailed(Exception):
-    """The environment or a tool failed, and with it the row; the message is the row's error, cut to `MAX_REASON`."""
-
-    def __init__(self, words: str) -> None:
-        super().__init__(frames.cut(words, frames.MAX_REASON))
-
-
-class EpisodeLost(EpisodeFailed):
-    """The process that starts those of episodes has ended, and this one's with it; it is no fault of the episode."""
-
-
-class CommandFailed(EpisodeFailed):
-    """The command that drives an episode ended with an error."""
-
-
-class PolicyMistake(Exception):
-    """A tool could not do what the model asked; the message is for the model."""
 
 
 class Session:

@@ -21,7 +21,7 @@ _KEY = re.compile(r"\bagent\.([a-z_]+)")
 class AgentConfig:
     """Episodes of several turns: the policy answers, an environment or tools reply, until the episode ends."""
 
-    environment: str | None = None
+    environment: str | None = setting(None, path="code")
     """Class that replies to answers: `my_game:HigherLower` or `/code/my_game.py:HigherLower`; or a server that does:
     `openenv:ws://localhost:8000`."""
 
@@ -29,15 +29,15 @@ class AgentConfig:
     """Keyword arguments of the environment's constructor; of an OpenEnv server `observation_field`, `action_field` and
     `reset_kwargs`."""
 
-    tools: list[str] = field(default_factory=list)
+    tools: list[str] = setting([], path="code")
     """Tools that the policy may call: `my_tools:calc`, `/code/my_tools.py` for all of a file, or `mcp: COMMAND or URL`
     for all of an MCP server."""
 
-    program: str | None = None
+    program: str | None = setting(None, path="code")
     """Function that drives an episode itself: `my_program:run`. `async def run(row, chat)` asks by `chat`, and
     `def run(row)` by an OpenAI or Anthropic client of its own."""
 
-    command: list[str] = field(default_factory=list)
+    command: list[str] = setting([], path="command")
     """Program that drives an episode itself, by an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` stands
     for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line, or
     `{"rewards": [0.5, 0.5]}`, one for each answer."""
@@ -49,7 +49,7 @@ class AgentConfig:
     """Earlier answers as a later turn sees them: `keep` what was sampled, or what the chat `template` shows; where that
     differs (templates of reasoning models leave out thinking), the turn begins a new sequence of the row."""
 
-    python: str | None = None
+    python: str | None = setting(None, path="program")
     """Interpreter of environment processes; null takes the run's own."""
 
     isolation: str = setting("none", choices=("none", "namespaces"))

@@ -7,6 +7,7 @@
 section in its `problems` method, of several in `plan/checks.py`.
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -69,9 +70,18 @@ FINITE = Bounds()
 """The bounds of a number without other bounds."""
 
 
-def setting(default: Any, **bounds: Any) -> Any:
-    """A dataclass field with a default value and `Bounds`."""
-    return field(default=default, metadata={"bounds": Bounds(**bounds)})
+def setting(default: Any, path: str | None = None, **bounds: Any) -> Any:
+    """A dataclass field with a default value and `Bounds`.
+
+    Args:
+        default: the value; a list or a mapping is copied for each instance.
+        path: the kind of path that the setting holds, a name in `places.KINDS`.
+        bounds: fields of `Bounds`.
+    """
+    metadata = ({"bounds": Bounds(**bounds)} if bounds else {}) | ({"path": path} if path else {})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def bounds_of(owner: type, name: str) -> Bounds:

@@ -20,7 +20,7 @@ def _optim() -> OptimConfig:
 class PreferenceLossConfig:
     """How preferences become a loss. Rewards are `beta` times the log ratio of policy and start model."""
 
-    type: str = "sigmoid"
+    type: str = setting("sigmoid", path="code")
     """`sigmoid` (DPO), `ipo`, or a loss of your own as `package.module:function`
     ([algorithms.md](algorithms.md#preference-learning))."""
 

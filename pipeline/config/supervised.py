@@ -16,10 +16,10 @@ def _optim() -> OptimConfig:
 class SupervisedDataConfig:
     """The rows to learn from."""
 
-    train_files: Any = None
+    train_files: Any = setting(None, path="files")
     """Parquet files: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
 
-    val_files: Any = None
+    val_files: Any = setting(None, path="files")
     """Files for validation, like `train_files`; null skips it."""
 
     train_batch_size: int = setting(64, at_least=1)
@@ -87,7 +87,7 @@ class SupervisedTrainerConfig:
 class SupervisedConfig:
     """All settings of a run."""
 
-    out: str | None = None
+    out: str | None = setting(None, path="files")
     """Folder for the trained model; on a cluster, one that all nodes share."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, load_config, load_yaml
 from pipeline.config.model import LoraConfig
 from pipeline.config.schema import keys, value_of
+from pipeline.plan.checks import check
 from pipeline.plan.plan import Plan
 from pipeline.plan.plan import plan as make_plan
 from pipeline.storage.resume import CONFIG_FILE, reached
@@ -110,6 +111,7 @@ def checked(config: Config) -> Plan:
     of_a_run = copy.deepcopy(config)
     # The checks of a run require training prompts and several samples.
     of_a_run.data.train_files, of_a_run.rollout.n = config.data.val_files, max(2, sampling.n)
+    check(of_a_run)
     plan = make_plan(of_a_run)
     return dataclasses.replace(plan, config=config, stages=tuple(s for s in plan.stages if s.name != "train"))
 

@@ -30,8 +30,8 @@ from pipeline.export.choose import Checkpoint
 from pipeline.models import adapter
 from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.ends import Ends, as_stored, find_ends
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.precision import torch_dtype
 from pipeline.models.pretrained import PREFIX
 from pipeline.models.quantised import check_not_quantised
 from pipeline.models.save import written_whole

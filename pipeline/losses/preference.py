@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pipeline.config.preference import PreferenceLossConfig
-from pipeline.registry import look_up, register
+from pipeline.registry import Entry, look_up, register
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,8 @@ PreferenceFunction = Callable[[PreferenceInput, PreferenceLossConfig], Tensor]
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
+class PreferenceLoss(Entry):
     """A registered loss."""
-
-    name: str
-    function: PreferenceFunction
 
 
 _LOSSES: dict[str, PreferenceLoss] = {}
@@ -51,7 +48,7 @@ def register_preference_loss(name: str) -> Callable[[PreferenceFunction], Prefer
     """
 
     def decorate(function: PreferenceFunction) -> PreferenceFunction:
-        register("preference loss", _LOSSES, name, PreferenceLoss(name, function))
+        register("preference loss", _LOSSES, PreferenceLoss(name, function))
         return function
 
     return decorate

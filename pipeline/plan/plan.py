@@ -18,7 +18,6 @@ from pipeline.derived import (
     uses_engines,
     uses_filter,
 )
-from pipeline.plan.checks import check
 from pipeline.plan.fit import too_large
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, estimate, read_models
@@ -82,14 +81,13 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     """The plan of `config`, on any machine.
 
     Args:
-        config: Settings of the run.
+        config: Settings of the run, which have passed `checks.check`.
         train_rows: Number of rows of the training files, when known.
         gpu: Kind of GPU whose memory is compared.
 
     Raises:
-        ConfigError: the config cannot be run, or the rows do not fill one iteration.
+        ConfigError: the rows do not fill one iteration, or all iterations are the critic's warm-up.
     """
-    check(config)
     data, rollout, trainer = config.data, config.rollout, config.trainer
     chunks = data.train_batch_size // rollout.chunk_prompts
     rows = data.train_batch_size * rollout.n

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pipeline.config.data import DataConfig
 from pipeline.prompts.feedback import Outcome
-from pipeline.registry import look_up
+from pipeline.registry import Entry, look_up
 
 
 class Plugin:
@@ -40,16 +39,11 @@ class Plugin:
 P = TypeVar("P", bound=Plugin)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    function: Any
-
-
 def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P]) -> type[P]:
     """Import the class that the setting `key` names: one of `known`, or an import path `package.module:Class`. Raises
     ValueError if it does not exist or is not derived from `base`."""
-    entries = {known_name: _Entry(known_class) for known_name, known_class in known.items()}
-    found: Any = look_up(key, name, entries, lambda _, function: _Entry(function), ("data", "seed")).function
+    entries = {known_name: Entry(known_name, known_class) for known_name, known_class in known.items()}
+    found: Any = look_up(key, name, entries, Entry, ("data", "seed")).function
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key} {name!r} is not a class derived from {base.__module__}.{base.__name__}; derive it")
     return found

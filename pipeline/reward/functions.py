@@ -4,20 +4,14 @@ Only `load` imports user code, and only in reward workers (`program.py`).
 """
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipeline import imports
 from pipeline.config.reward import FunctionConfig, RewardConfig
-from pipeline.errors import not_importable
 from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import Budget, budget_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
@@ -33,7 +27,6 @@ ONLY = ""  # name of a function without others
 
 SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need beyond its limit, to start and to end
 
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _KINDS: dict[str, tuple[Any, str]] = {
     "path": (str | None, "text or null"),
     "name": (str, "text"),
@@ -167,25 +160,10 @@ def episode_keywords(loaded: Callable[..., Any], function: Function) -> tuple[st
 
 def _module(function: Function) -> ModuleType:
     path, key = str(function.path), f"{function.key}.path"
-    file = Path(path).expanduser()
-    if not path.endswith(".py") and _MODULE.fullmatch(path):
-        name, spec = path, None
-    elif file.suffix == ".py" and file.is_file():
-        # Two files with one name are two modules; one file with several functions is loaded once.
-        digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()
-        name = f"reward_function_{file.stem}_{digest}"
-        spec = importlib.util.spec_from_file_location(name, file)
-    else:
-        raise ValueError(f"{key} is {path!r}, which {not_importable(path)}")
-    if name in sys.modules:
-        return sys.modules[name]
     try:
-        if spec is None or spec.loader is None:
-            return importlib.import_module(name)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    # A module may raise anything as it is loaded, `SystemExit` of a script included.
+        return imports.load(path)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} is {path!r}, which {error}") from error
+    # A module may raise anything as it is loaded.
     except BaseException as error:
-        sys.modules.pop(name, None)
         raise ValueError(f"{key}: importing {path} failed with {type(error).__name__}: {error}") from error

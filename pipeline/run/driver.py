@@ -44,7 +44,8 @@ from pipeline.track.history import read_history
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train import ranks
-from pipeline.train.entry import LoopSettings, train_loop
+from pipeline.train.entry import train_loop
+from pipeline.train.loop_settings import LoopSettings
 
 
 @dataclass

@@ -20,6 +20,7 @@ from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, to_flat
 from pipeline.config.agent import AgentConfig
 from pipeline.config.schema import value_of
+from pipeline.imports import split
 from pipeline.prompts.files import find
 from pipeline.replay.recording import iteration_range
 from pipeline.run import modules
@@ -106,9 +107,9 @@ def _named(config: Config) -> Iterator[tuple[str, list[str]]]:
         if name:
             yield key, [name]
     for key in PLUGINS:
-        module, colon, _ = value_of(config, key).partition(":") if value_of(config, key) else ("", "", "")
-        if colon:
-            yield key, [module]
+        code, name = split(value_of(config, key) or "")
+        if name:
+            yield key, [code]
     declared = config.agent.declared()
     for name, agent in declared.items():
         section = "agent" if name is None else f"agent.named.{name}"
@@ -145,8 +146,7 @@ def _of_spec(spec: str | None) -> list[str]:
             # The agent reports the error as it is loaded.
             classes = []
         return [spec, *classes]
-    file, colon, _ = spec.rpartition(":")
-    return [file if colon else spec]
+    return [split(spec)[0]]
 
 
 def _options(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:

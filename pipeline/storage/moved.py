@@ -5,6 +5,7 @@ from glob import glob
 from typing import Any
 
 from pipeline.agent.remote import MCP
+from pipeline.imports import split
 
 
 def names(value: Any) -> Any:
@@ -44,7 +45,7 @@ def _paths(value: Any) -> list[str]:
     if isinstance(value, list):
         return [path for inner in value for path in _paths(inner)]
     words = _words(value) if isinstance(value, str) else []
-    return [_split(word)[0] for word in words if os.path.isabs(word)]
+    return [split(word)[0] for word in words if os.path.isabs(word)]
 
 
 def _words(text: str) -> list[str]:
@@ -54,14 +55,8 @@ def _words(text: str) -> list[str]:
 def _name(word: str) -> str:
     if not os.path.isabs(word):
         return word
-    file, name = _split(word)
+    file, name = split(word)
     return os.path.basename(file.rstrip("/")) + (f":{name}" if name else "")
-
-
-def _split(word: str) -> tuple[str, str]:
-    """Split `file.py:Name` into file and name."""
-    file, colon, name = word.rpartition(":")
-    return (file, name) if colon and "/" not in name else (word, "")
 
 
 def _there(path: str) -> bool:

@@ -11,8 +11,8 @@ from pipeline.derived import (
     trains_beside_reference,
 )
 from pipeline.models import adapter
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.precision import torch_dtype
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic

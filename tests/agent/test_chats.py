@@ -8,9 +8,10 @@ import pytest
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.conversation import Answer
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.processes import Processes
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import EpisodeFailed, Session
+from pipeline.agent.session import Session
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import run
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation, isolation
+from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, depth, marked, outcome, wait_until_gone
 from tests.agent.test_processes import ROW, WORLDS, run

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Call, Message, Observation
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 
 WORLDS = str(Path(__file__).parent / "worlds.py")

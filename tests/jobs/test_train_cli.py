@@ -1,5 +1,6 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
+import importlib
 import json
 import os
 import re
@@ -482,3 +483,19 @@ def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path
     assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
     config.model.lora.rank = 0
     assert _adapters(config) == []
+
+
+def test_settings_are_checked_once_and_planned_once(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    for module, name in (("pipeline.plan.checks", "check"), ("pipeline.plan.plan", "plan")):
+        function = getattr(importlib.import_module(module), name)
+
+        def counted(*args: Any, name: str = name, function: Callable[..., Any] = function) -> Any:
+            made.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(f"{module}.{name}", counted)
+    assert main(["--dry-run", *arguments]) == 0
+    assert made == ["check", "plan"]

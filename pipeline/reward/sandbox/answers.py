@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import MAX_REASON, Outcome
+from pipeline.reward.sandbox.outcome import MAX_REASON, Outcome
 
 
 class Failed(Exception):

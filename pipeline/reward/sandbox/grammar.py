@@ -20,7 +20,7 @@ from pipeline.reward.sandbox.answers import Answers, Failed
 from pipeline.reward.sandbox.forms import Refused, form_of, shown
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, ERRORS, FUNCTIONS, UNARY
-from pipeline.reward.sandbox.runner import MAX_REASON
+from pipeline.reward.sandbox.outcome import MAX_REASON
 
 MATH = "math"
 PROGRAM = "solution"  # the module that the program is

@@ -17,7 +17,7 @@ import httpx
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.inside import driver, values
 from pipeline.reward.sandbox.isolation import PACKAGE, SandboxError
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.outcome import Outcome
 
 PAUSE_S = 0.5  # before the second attempt; doubled for each further one
 MAX_PAUSE_S = 10.0

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,60 +15,21 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation, processes
 from pipeline.reward.sandbox.inside import folders, values
 from pipeline.reward.sandbox.isolation import SandboxError
+from pipeline.reward.sandbox.outcome import Outcome
 
 START_S = 30.0  # for the supervisor to start, on a machine that is busy
 END_S = 10.0  # for all processes to end
 LOOK_S = 0.02  # between two looks at what the processes use
 CLEAN_S = 2.0  # to remove the folder of a program without isolation
 MAX_REPORT = 1000  # bytes
-MAX_REASON = 200  # characters
 OWN_MEMORY = 96 << 20  # of the supervisor and the processes around it
 OWN_THREADS = 6
-LIMITS = {
-    "time": "time limit exceeded",
-    "output": "output limit exceeded",
-    "memory": "memory limit exceeded",
-    "processes": "process limit exceeded",
-}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one run of a program."""
-
-    ended: str
-    """`exit`, or the limit that ended it: `time`, `output`, `memory`, `processes`."""
-    returncode: int | None = None
-    """Exit status, negative for a signal; None if the program did not end by itself."""
-    stdout: str = ""
-    stderr: str = ""
-    """Printed text, up to `output_kb`; bytes that are not UTF-8 are replaced."""
-    seconds: float = 0.0
-    """Wall-clock time."""
-    result: bytes = b""
-    """Answers to calls, a line of JSON for each (`inside/driver.py`). They come from the program's process and may be
-    any bytes."""
-
-    @property
-    def failure(self) -> str:
-        """Reason why the program did not run to its end, in a few words; "" if it did."""
-        if self.ended in LIMITS:
-            return LIMITS[self.ended]
-        if self.returncode is None or self.returncode == 0:
-            return ""
-        if self.returncode < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"ended by {names.get(-self.returncode, f'signal {-self.returncode}')}"
-        lines = self.stderr.strip().splitlines()
-        reason = f"exit status {self.returncode}" + (f": {lines[-1].strip()}" if lines else "")
-        return reason[:MAX_REASON]
 
 
 def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:

@@ -11,7 +11,7 @@ from pipeline.reward.sandbox.answers import Answers, Failed
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.grammar import Assertions
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import LIMITS, Outcome
+from pipeline.reward.sandbox.outcome import LIMITS, Outcome
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
 # Answers are read only up to the size of right ones: a packed result is at most so many times as long as in JSON or
