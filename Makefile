@@ -38,7 +38,7 @@ OWN := $(wildcard configs/experiment/$(TASK)_cpu_$(or $(ALGORITHM),none).yaml)
 EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=$(TASK)_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
 NAME ?= $(subst _,-,$(TASK))-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
-.PHONY: help setup demo demo-model cluster cluster-stop chaos test test-all test-fast lint format docs bench clean
+.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,12 +54,6 @@ demo: $(WARM)/config.json ## train a tiny model and watch it get better (TASK=hi
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
 
 demo-model: $(WARM)/config.json ## puzzles, model and warm start of the demo, without the training
-
-cluster: $(STAMP) ## start a Ray head on this machine and print how to submit a run to it
-	@$(RUN) -m jobs.cluster start
-
-cluster-stop: $(STAMP) ## end the head that make cluster started, and no other Ray
-	@$(RUN) -m jobs.cluster stop
 
 $(DATA)/sft_train.parquet: | $(STAMP)
 	@$(RUN) -m jobs.prepare $(TASK) --out $(DATA) $(PREPARE) --seed $(SEED)
@@ -100,10 +94,11 @@ format: $(STAMP) ## let ruff format and fix the code
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-docs: $(STAMP) ## write docs/configuration.md anew from the dataclasses
+docs: $(STAMP) ## write docs/configuration.md from the dataclasses and tests/sentences.txt from the checks
 	@$(RUN) -m jobs.docs_configuration
+	@$(RUN) -m pytest -q -m unit --durations=0 --write-sentences $$(grep -rlw named tests --include='test_*.py')
 
-bench: $(STAMP) ## the measurements of docs/benchmarks.md
+bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of the others
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 	@if ls runs/*/metrics.jsonl >/dev/null 2>&1; then echo "== iteration"; $(RUN) -m benchmarks.iteration runs/*/metrics.jsonl; fi
 

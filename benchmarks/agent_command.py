@@ -1,8 +1,8 @@
-"""CPU time and memory of episodes that a Python command drives, as fresh interpreters and as forks (`agent.preload`).
+"""CPU time and memory of episodes that an OpenAI client drives, as a command and as a program (`agent.program`).
 
     python -m benchmarks.agent_command --episodes 32 --repeats 3
 
-The command is `examples/agents/higher_lower_client.py`; its answers come from a server that always sends the same one,
+The client is `examples/agents/higher_lower_client.py`; its answers come from a server that always sends the same one,
 six for an episode. The ways take turns, and only ratios within one run are to be trusted. CPU time includes all
 processes below this one, up to the end of the episode. Memory is the unshared memory of the processes (USS), summed up
 when all episodes have sent their first request.
@@ -24,7 +24,7 @@ from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 
 SCRIPT = str(Path(__file__).parents[1] / "examples" / "agents" / "higher_lower_client.py")
-WAYS: dict[str, list[str]] = {"fresh": [], "openai": ["openai"], "openai_ready": ["openai_ready"]}
+WAYS = {"command": AgentConfig(command=["python", SCRIPT]), "program": AgentConfig(program=f"{SCRIPT}:play")}
 ROW = {"prompt": [{"role": "user", "content": "Guess."}], "data_source": "x", "ground_truth": "1", "extra_info": None}
 ANSWER = {
     "id": "x",
@@ -98,8 +98,8 @@ async def play(processes: Processes, episodes: int) -> tuple[float, float]:
 async def measure(args: argparse.Namespace) -> None:
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     held = {}
-    for way, preload in WAYS.items():
-        held[way] = Processes(AgentConfig(command=["python", SCRIPT], preload=preload))
+    for way, config in WAYS.items():
+        held[way] = Processes(config)
         began = time.perf_counter()
         await held[way].start()
         print(f"{way}: {time.perf_counter() - began:.1f} s to start", file=sys.stderr)
@@ -111,7 +111,7 @@ async def measure(args: argparse.Namespace) -> None:
     for way, repeats in found.items():
         cpu, memory = (statistics.median(values) for values in zip(*repeats, strict=True))
         ratios = [
-            statistics.median(one[which] / other[which] for one, other in zip(found["fresh"], repeats, strict=True))
+            statistics.median(one[which] / other[which] for one, other in zip(found["command"], repeats, strict=True))
             for which in range(2)
         ]
         print(f"{way:13} CPU {cpu:6.1f} ms ({ratios[0]:.1f} times less), memory {memory:5.1f} MiB ({ratios[1]:.1f})")

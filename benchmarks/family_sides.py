@@ -23,8 +23,9 @@ from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.config import Config
 from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import save_hf, torch_dtype
+from pipeline.models.fsdp import save_hf
 from pipeline.models.handshake import Compared
+from pipeline.models.precision import torch_dtype
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import SCHEMA
 from pipeline.sampling import Sampling

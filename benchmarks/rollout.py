@@ -38,7 +38,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.greeting import Greeting
-from pipeline.models.fsdp import torch_dtype
+from pipeline.models.precision import torch_dtype
 from pipeline.prompts.encode import stamp, to_table
 from pipeline.prompts.stage import loaders
 from pipeline.rollout import vllm

@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights                           # two engines on this machine, float32
     python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
-    python -m benchmarks.weights --engines 0               # without vLLM: only the trainer's parts, and the changes
+    python -m benchmarks.weights --engines 0               # without vLLM: only the trainer's parts
 
     publish  a train rank copies its weights into buckets, with checksums, and puts them into Ray's object store
     crc      only the checksums of publish
@@ -13,8 +13,7 @@
 
 Each part is timed in the process and the environment of a run, in turns with a plain copy of as many bytes there; the
 first time is left out. Then the engines hold the buckets at the same time, and their private memory and the object
-store show that a node has one copy. Last come the bytes that `trainer.weight_transport=delta` would send for an AdamW
-step of `--lr`, and the time to find and apply the changes.
+store show that a node has one copy.
 """
 
 import argparse
@@ -38,13 +37,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
 from pipeline.config.trainer import TrainerConfig
-from pipeline.models.fsdp import torch_dtype
+from pipeline.models.precision import torch_dtype
 from pipeline.run.driver import start_ray
 from pipeline.stream import engine_env
 from pipeline.weights.checksum import crc
-from pipeline.weights.delta import BucketCache, apply, encode
 from pipeline.weights.load import Shard, parameters
-from pipeline.weights.publish import WeightPublisher, named, pack
+from pipeline.weights.publish import WeightPublisher
 
 WAIT_S = 600.0
 MIB = 2**20
@@ -92,7 +90,7 @@ def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple
     """Time publish and crc; also returns the shard that was published last."""
     # As in a run, a version lives until the next one is published.
     published = deque([publisher.pack(module, 0)], maxlen=1)
-    nbytes = publisher.whole_bytes
+    nbytes = publisher.bytes
     times = {"publish": in_turns(repeats, lambda: published.append(publisher.pack(module, 0)), nbytes)}
     data = np.ones(nbytes, np.uint8)
     times["crc"] = in_turns(repeats, lambda: crc(data), nbytes)
@@ -167,38 +165,6 @@ def object_store_mib() -> float:
     return (total - ray.available_resources().get("object_store_memory", 0.0)) / MIB
 
 
-def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str, float]:
-    """Measure the changes of an AdamW step: shares of changed numbers and sent bytes, seconds to find and apply.
-
-    The first step of Adam moves every weight that has a gradient by about `lr`, independent of the gradient.
-    """
-    old = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
-    for parameter in module.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    new = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
-    kind = np.dtype(f"u{dtype.itemsize}")
-    whole = sum(len(bucket) for bucket in new.buckets)
-    changed = sum(
-        int(np.count_nonzero(a.view(kind) != b.view(kind))) for a, b in zip(old.buckets, new.buckets, strict=True)
-    )
-    begun = time.perf_counter()
-    spans = [new.spans(number) for number in range(len(new.buckets))]
-    blobs = [encode(a, b, own) for a, b, own in zip(old.buckets, new.buckets, spans, strict=True)]
-    found = time.perf_counter()
-    for blob, bucket, own in zip(blobs, old.buckets, spans, strict=True):
-        apply(blob, bucket, own)
-    applied = time.perf_counter()
-    assert all((a == b).all() for a, b in zip(old.buckets, new.buckets, strict=True))
-    return {
-        "changed": changed * dtype.itemsize / whole,
-        "sent": sum(map(len, blobs)) / whole,
-        "find_s": found - begun,
-        "apply_s": applied - found,
-    }
-
-
 def size(shard: Shard) -> int:
     """Sum the bytes of all buckets."""
     return sum(piece.nbytes for piece in shard.pieces)
@@ -207,7 +173,7 @@ def size(shard: Shard) -> int:
 def join(shard: Shard, repeats: int) -> Times:
     """Time the checks and the joining of the parameters, without an engine that loads them."""
     fetch = (lambda refs: ray.get(refs, timeout=WAIT_S)) if ray.is_initialized() else (lambda refs: refs)
-    return in_turns(repeats, lambda: sum(1 for _ in parameters([shard], fetch, BucketCache())), size(shard))
+    return in_turns(repeats, lambda: sum(1 for _ in parameters([shard], fetch)), size(shard))
 
 
 def report(times: dict[str, Times], mib: float) -> Table:
@@ -230,7 +196,6 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=int, default=TrainerConfig().weight_bucket_mb)
-    parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -254,12 +219,6 @@ def main() -> None:
             ray.shutdown()
     Console().print(report(times, size(shard) / MIB))
     print(memory)
-    found = changes(module, dtype, limit, args.lr)
-    print(
-        f"a step of AdamW at {args.lr:g} changes {found['changed']:.2%} of the numbers in {args.dtype}: "
-        f"{found['sent']:.2%} of the bytes travel, found in {found['find_s']:.2f} s, applied in "
-        f"{found['apply_s']:.2f} s"
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ JOBS = {
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
-    "dpo": "learn preferences without a reward model (DPO, IPO, KTO)",
+    "dpo": "learn preferences without a reward model (DPO, IPO)",
     "evaluate": "sample responses of a model and score them",
     "show": "print one recorded conversation of a run",
     "compare": "draw the learning curves of several runs",
@@ -21,15 +21,15 @@ JOBS = {
     "prepare": "write a data set as parquet files of prompts",
     "tiny": "make a tiny random model with its tokenizer",
     "from_verl": "translate a verl script into a configuration",
-    "cluster": "start and stop a Ray head on this machine",
     "docs_configuration": "write docs/configuration.md",
 }
-"""Every job with what it does."""
+"""The jobs with their descriptions."""
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the job that the first argument names with the other arguments; returns its exit code (2: no such job)."""
+    """Run the job that the first argument names with the other arguments; returns its exit code (2 for an unknown
+    job)."""
     name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: slipstream JOB ...\n\njobs:")

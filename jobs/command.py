@@ -1,4 +1,4 @@
-"""What the command lines of the jobs share: options for settings, errors as one sentence, exit codes."""
+"""The common parts of the jobs' command lines: options for settings, errors as one sentence, exit codes."""
 
 import argparse
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from pipeline.run.signals import INTERRUPTED
 from pipeline.run.versions import VersionError
 
 CONTINUES = "interrupted; the same command continues"
-"""Said by a command that was interrupted before it had anything else to say."""
+"""The message of an interrupted command that has no other message."""
 
 
 def new_parser(job: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """The parser of `python -m jobs.JOB`."""
+    """Make the parser of `python -m jobs.JOB`."""
     return argparse.ArgumentParser(
         prog=f"python -m jobs.{job}",
         description=description,
@@ -40,10 +40,10 @@ def complain(error: str) -> None:
 def exit_code(
     run: Callable[[], int | None], failed: tuple[type[Exception], ...] = (), interrupted: str = "interrupted"
 ) -> int:
-    """Run a job, and print what it raises as a sentence.
+    """Run a job, and print its exception as a sentence.
 
     Returns:
-        what `run` returns (None is 0); 1 after an error of the kinds `failed`, or if Ray did not start; 2 after any
+        the result of `run` (None is 0); 1 after an error of the kinds `failed`, or if Ray did not start; 2 after any
         other error in settings or input; 130 after Ctrl-C, for which `interrupted` is printed.
     """
     broken: tuple[type[Exception], ...] = (*failed, NotStarted)

@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
+    """Run the command; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
     about = "Draw the validation accuracy and training reward of several runs, and print a table of them."
     parser = new_parser("compare", about)
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's folder, such as runs/NAME")

@@ -10,15 +10,17 @@ import sys
 import textwrap
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jobs.entry import command
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
 from pipeline.config.schema import Key, keys
-from pipeline.plan.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
 from pipeline.prompts.sampler import SAMPLERS
+from pipeline.registry import Entry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -40,16 +42,16 @@ numbers, truth values or null stand in quotes: `"2024": 2`.
 `defaults: [/algorithm/dapo, _self_]`.
 """
 
-BUILT_IN = {
-    "algorithm.adv_estimator": (*NEED_NO_GROUP, *COMPARE_IN_GROUP),
+BUILT_IN: dict[str, Mapping[str, Any]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
     "actor.policy_loss.loss_mode": POLICY_LOSSES,
-    "data.sampler": tuple(SAMPLERS),
+    "data.sampler": SAMPLERS,
 }
-"""Keys that take a name or an import path, with the built-in names."""
+"""Keys that take a name or an import path, with the choices by their names."""
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
+    """Collect the docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
 
     Raises:
         ValueError: a field has none.
@@ -79,7 +81,7 @@ def _own_descriptions(schema: type) -> dict[str, str]:
 
 
 def default(key: Key) -> str:
-    """The default as it is written in YAML, which shows the key's type; beside null stands the type of other values."""
+    """Format the default as in YAML, which shows the key's type; after null comes the type of other values."""
     value = key.default
     if value is None:
         others = [kind for kind in typing.get_args(key.type) if kind is not types.NoneType]
@@ -96,12 +98,12 @@ def default(key: Key) -> str:
 
 
 def type_name(kind: Any) -> str:
-    """The type as it is written in Python: `list[str]`."""
+    """Format a type as in Python: `list[str]`."""
     return str(kind).replace("typing.", "") if isinstance(kind, types.GenericAlias) else kind.__name__
 
 
 def page() -> str:
-    """The whole page as Markdown, one table per section; sections of one dataclass share a table."""
+    """Write the whole page as Markdown, one table per section; sections of one dataclass share a table."""
     alike: dict[type, dict[str, list[Key]]] = {}
     for key in keys(Config).values():
         section = key.name.rpartition(".")[0]
@@ -121,10 +123,12 @@ def page() -> str:
 
 
 def _row(same: tuple[Key, ...]) -> str:
-    """One key; where several sections have it, its last part, and its default in each section where they differ."""
+    """Format one key. If several sections have it, show only its last part, and all its different defaults."""
     key = same[0]
     text = descriptions(key.owner)[key.name.rpartition(".")[2]]
-    names = BUILT_IN.get(key.name, ())
+    names = [
+        name for name, choice in BUILT_IN.get(key.name, {}).items() if not isinstance(choice, Entry) or choice.built_in
+    ]
     if names and not all(f"`{name}`" in text for name in names):
         text += f" Built in are {', '.join(f'`{name}`' for name in names)}."
     choices = bounds_of(key.owner, key.name.rpartition(".")[2]).choices
@@ -139,7 +143,7 @@ def _row(same: tuple[Key, ...]) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or with `--check` say whether it is up to date; returns the exit code."""
+    """Write the page, or with `--check` test whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.docs_configuration", description="Write the list of settings."
     )

@@ -1,4 +1,4 @@
-"""What every command does around its own work: it stops when a signal asks for it, and outlives its console."""
+"""The wrapper of every command: signals stop the command, and it outlives its console."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,10 @@ P = ParamSpec("P")
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """A `main` that raises `KeyboardInterrupt` at any signal of `STOPS` and writes to a console that may go away.
+    """Wrap a `main` so that any signal of `STOPS` raises `KeyboardInterrupt`, and writes survive the end of the
+    console.
 
-    Its exit code is 128 and the number of the signal if a signal interrupted it.
+    The exit code is 128 and the number of the signal if a signal interrupted it.
     """
 
     @functools.wraps(main)

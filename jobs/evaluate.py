@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
 
 FLUSH_S = 30.0
-"""Longest wait at the end for trackers that lag."""
+"""Longest wait at the end for slow trackers."""
 EPILOG = """\
 settings:
   key=value pairs as for jobs.train (docs/configuration.md). An evaluation reads data.val_files and other data.* keys,
@@ -45,7 +45,7 @@ the same command continues an evaluation that was interrupted.
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     about = "Score a model on prompt files through the stages of training: pass@k and maj@k per data source."
     parser = new_parser("evaluate", about, EPILOG)
     add = parser.add_argument
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> "Evaluation":
-    """The evaluation that the command line asks for, checked."""
+    """Prepare and check the evaluation of the command line."""
     from pipeline.evaluate.prepare import prepare
     from pipeline.evaluate.settings import of_run, used
 
@@ -91,7 +91,8 @@ def _prepared(options: argparse.Namespace) -> "Evaluation":
 
 
 def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
-    """Generate what is missing, and report; the exit code. `command`, the words typed, continues the evaluation."""
+    """Generate the missing responses, and report; returns the exit code. `command`, as typed, continues the
+    evaluation."""
     from pipeline.evaluate.report import print_table, result, rows, tracked
     from pipeline.evaluate.summary import Summary
     from pipeline.track.async_loggers import AsyncLoggers
@@ -100,7 +101,7 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
 
     folder, summary = evaluation.folder, evaluation.summary
     trainer, settings = evaluation.config.trainer, to_flat(evaluation.config)
-    # A run of its own in the experiment of the training run, and without a server in its store.
+    # A tracker run of its own in the training run's experiment; without a server, in the training run's store.
     tracked_run = TrackedRun(folder.path, settings, trainer.project_name, evaluation.name, True, evaluation.run_dir)
     loggers = AsyncLoggers(trainer.logger, tracked_run)
     status, error = "finished", None
@@ -110,7 +111,7 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
     else:
         status, error = _generate(evaluation, loggers.start)
     if status != "finished":
-        # A chunk may have been written and not counted when the work broke off.
+        # A chunk may have been written but not counted as the work broke off.
         evaluation.summary = summary = Summary(summary.ks)
         folder.read(summary)
     files: list[Path] = []
@@ -135,10 +136,10 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
 
 
 def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str, str | None]:
-    """Start Ray, then call `begin`, and generate what is missing.
+    """Start Ray, then call `begin`, and generate the missing responses.
 
     Returns:
-        `finished`, `interrupted` or `failed`, and why it failed.
+        `finished`, `interrupted` or `failed`, and the reason of the failure.
     """
     import ray
 
@@ -165,7 +166,7 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
             generate(evaluation, console)
         except KeyboardInterrupt:
             return "interrupted", None
-        except Exception as error:  # noqa: BLE001 (the reason is printed as a sentence, whatever a stage raised)
+        except Exception as error:  # noqa: BLE001 (the reason is printed as a sentence, for any exception of a stage)
             return "failed", sentence(error)
         return "finished", None
     finally:

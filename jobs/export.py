@@ -23,7 +23,7 @@ neither a GPU nor Ray is needed; the memory needed is that of the weights in the
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options in `arguments`."""
+    """Parse the options in `arguments`."""
     about = (
         "Write the policy of a checkpoint as a Hugging Face folder with tokenizer, chat template and model card, and "
         "register it in MLflow."
@@ -53,7 +53,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
+    """Run the command; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
     options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Choose a checkpoint, export it, and register it if asked to."""
+    """Choose a checkpoint, export it, and register it with `--register`."""
     if options.alias and not options.register:
         raise ValueError("--alias names a version of a registered model; give --register NAME as well")
     if options.adapter and (options.critic or options.register):
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     if options.register:
         # A missing tracker is noticed before the export, which takes long.
         connect(checkpoint)
-    # Torch and transformers take seconds to import, after all that can be refused without them.
+    # Torch and transformers take seconds to import. Errors above are reported without them.
     from pipeline.export.export import export
 
     choice = {"critic": options.critic, "base": options.base, "alone": options.adapter}

@@ -49,7 +49,7 @@ _WIDTH = 118
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; returns the exit code."""
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
     parser.add_argument(
         "sources",
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read(sources: list[str], run: bool = False) -> Settings:
-    """All settings of scripts and `key=value` arguments, in their order; an upper-case key is a variable.
+    """Read all settings of scripts and `key=value` arguments, in their order; an upper-case key is a variable.
 
     Raises:
         OSError, ScriptError: a script cannot be read (for certain), or does not start PPO training.
@@ -139,7 +139,7 @@ def read(sources: list[str], run: bool = False) -> Settings:
 
 
 def render(conversion: State, source: str, out: Path | None = None) -> str:
-    """The experiment as YAML, with the report as comments."""
+    """Format the experiment as YAML, with the report as comments."""
     name = out.stem if out else "NAME"
     lines = [f"Converted by python -m jobs.from_verl from {source}. As DIR/experiment/{name}.yaml it is run by"]
     lines += [f"  python -m jobs.train --config-dir DIR experiment={name}", *report(conversion)]
@@ -157,11 +157,11 @@ def render(conversion: State, source: str, out: Path | None = None) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text so that it is read as text."""
+    """Writer of text that YAML readers read as text."""
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # OmegaConf reads more as a number than PyYAML does, and a line may end in letters that are not printed.
+    # OmegaConf reads more text as numbers than PyYAML does, and a line may end in letters that are not printed.
     quoted = not text.isprintable() or re.fullmatch(r"[-+.\d_einfaINFA]+", text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
 
@@ -182,12 +182,12 @@ def _comment(text: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """`text` in one line without control characters, so that it neither ends a comment nor moves a cursor."""
+    """Return `text` in one line without control characters, so that it neither ends a comment nor moves a cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
 def problems(text: str) -> list[str]:
-    """Why the experiment cannot be run on this machine as it is, one sentence per problem."""
+    """Return the reasons why this machine cannot run the experiment unchanged, one sentence per problem."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "experiment" / "converted.yaml"
         path.parent.mkdir()
@@ -202,7 +202,7 @@ def problems(text: str) -> list[str]:
 
 
 def report(conversion: State) -> Iterator[str]:
-    """What cannot be done, what is lost without harm, and what differs, line by line."""
+    """Yield the report line by line: impossible settings, settings lost without harm, and differences."""
     yield f"converted: {len(conversion.converted)} keys of verl"
     for title, cannot in (("cannot be done here", True), ("lost, but no result changes", False)):
         reasons: dict[str, list[str]] = {}

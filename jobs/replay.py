@@ -30,7 +30,7 @@ the same command continues a replay that was interrupted.
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("replay", "Train on the trajectories that a run recorded, without engines.", EPILOG)
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of the run that was recorded")
     parser.add_argument(
@@ -50,17 +50,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def replay_config(run_dir: Path, iterations: str | None, settings: list[str], config_dir: str | None = None) -> Config:
-    """The settings of a replay.
+    """Make the settings of a replay.
 
     Args:
         run_dir: folder of the run that was recorded.
-        iterations: which of its iterations; None takes those that were recorded as a whole.
-        settings: laid over those of the recorded run.
+        iterations: the recorded iterations to train on; None takes the completely recorded ones.
+        settings: settings that override the recorded run's.
         config_dir: further folder with config files.
 
     Raises:
-        ConfigError: the folder is no run's, or a setting cannot be read.
-        FileNotFoundError: nothing was recorded there.
+        ConfigError: the folder is not a run's, or a setting cannot be read.
+        FileNotFoundError: the folder has no recorded iteration.
     """
     recorded = recorded_config(run_dir)
     for setting in settings:

@@ -1,6 +1,6 @@
 """Train a reward model: `python -m jobs.reward_model out=DIR model.path=MODEL data.train_files=FILES [key=value ...]`.
 
-Files are parquet with a prompt and two answers, `chosen` and `rejected`, of which the first is preferred. The model is
+Files are parquet with a prompt and two answers, `chosen` and `rejected`; `chosen` is the preferred one. The model is
 a language model, which gets a new head, or a reward model that is trained further. `--help` lists all settings.
 
     python -m jobs.reward_model out=models/reward model.path=Qwen/Qwen2.5-0.5B-Instruct \\

@@ -1,4 +1,4 @@
-"""Serve a run or a model behind the OpenAI API: `python -m jobs.serve runs/NAME`."""
+"""Serve a run or a model with the OpenAI API: `python -m jobs.serve runs/NAME`."""
 
 import argparse
 import contextlib
@@ -45,7 +45,7 @@ WATCH_S = 5.0
 
 @dataclass
 class Options(ServeOptions):
-    """All options of the command: those of the deployment, the choice of a checkpoint, and those of the server."""
+    """All options of the command: of the deployment, of the choice of a checkpoint, and of the server."""
 
     model: str = ""
     iteration: int | None = None
@@ -59,7 +59,7 @@ class Options(ServeOptions):
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """The options in `arguments`; the defaults are those of `Options`."""
+    """Parse the options in `arguments`; `Options` has the defaults."""
     about = "Serve a language model with Ray Serve and vLLM behind the OpenAI chat and completions API."
     parser = new_parser("serve", about, EPILOG)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder or one of its checkpoints, a Hugging "
@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> Options:
 
 
 def engine_argument(text: str) -> tuple[str, Any]:
-    """The name and the value, read as YAML, of `KEY=VALUE`."""
+    """Split `KEY=VALUE` into the name and the value, which is read as YAML."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -103,8 +103,8 @@ def engine_argument(text: str) -> tuple[str, Any]:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before it
-    was ready, 1 failed."""
+    """Run the command; returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before
+    it was ready, 1 failed."""
     options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def api_key(variable: str | None) -> str | None:
-    """The key in the environment variable, or None without a variable."""
+    """Read the key in the environment variable; None without a variable."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -153,7 +153,8 @@ def check_port(host: str, port: int) -> None:
 
 
 def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
-    """A line that says where answers end. If the model's own files lack an end, the engine gets them from `folder`."""
+    """Return a line on the tokens that end answers. If the model's own files lack an end, the engine gets them from
+    `folder`."""
     from pipeline.export.serve import find_model_ends, write_generation_config
 
     try:
@@ -163,7 +164,7 @@ def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
     if not ends.missing or "generation_config" in dict(options.engine):
         return ends.line
     if os.environ.get("RAY_ADDRESS"):
-        # A replica may run, and be started again, where the folder is not.
+        # A replica may start on a machine without this folder.
         return (
             f'{ends.line}; write "eos_token_id": {list(ends.ids)} into the generation_config.json of the model, which '
             "lacks some of them, so that answers stop there"
@@ -174,7 +175,7 @@ def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
 
 
 def run(model: "ServedModel", options: Options, key: str | None) -> int:
-    """Start the server, print when it is ready, and serve until Ctrl-C; the exit code."""
+    """Start the server, print its addresses as soon as it is ready, and serve until Ctrl-C; returns the exit code."""
     from pipeline.export.serve import weights_alone
 
     with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder, weights_alone(model) as model:
@@ -183,7 +184,7 @@ def run(model: "ServedModel", options: Options, key: str | None) -> int:
 
 
 def serve_until_stopped(model: "ServedModel", options: Options, key: str | None) -> int:
-    """See `run`."""
+    """Serve the model; see `run`."""
     import ray
     from ray import serve
 
@@ -224,7 +225,7 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
 
 
 def ready(name: str, options: Options, nodes: list[dict[str, Any]]) -> str:
-    """The lines that say at which addresses the model answers."""
+    """Format the lines with the addresses of the ready model."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     bearer = f" -H 'Authorization: Bearer '\"${options.api_key_env}\"" if options.api_key_env else ""

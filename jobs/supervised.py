@@ -1,4 +1,4 @@
-"""The driver of a supervised run, which `python -m jobs.sft` and `python -m jobs.reward_model` share."""
+"""The driver of the supervised jobs `python -m jobs.sft`, `jobs.reward_model` and `jobs.dpo`."""
 
 import os
 import shutil
@@ -60,11 +60,11 @@ class Progress:
         self.notes: list[str] = []
 
     def note(self, notes: Sequence[str]) -> None:
-        """Keep what was chosen for the model."""
+        """Keep the notes on choices for the model."""
         self.notes = [*notes]
 
     def read_notes(self) -> list[str]:
-        """What was chosen for the model, in words."""
+        """Return the notes on choices for the model."""
         return self.notes
 
     def post(self, metrics: dict[str, float]) -> None:
@@ -72,7 +72,7 @@ class Progress:
         self.metrics |= metrics
 
     def read(self) -> dict[str, float]:
-        """The newest value of each metric."""
+        """Return the newest value of each metric."""
         return self.metrics
 
 
@@ -99,11 +99,11 @@ class Job(Generic[C]):
     """Conversations of `data.max_length` tokens that one forward pass must hold."""
 
     causal: bool = True
-    """Whether the model must be a causal language model."""
+    """True if the model must be a causal language model."""
 
     @command
     def main(self, argv: list[str] | None = None) -> int:
-        """Run the command; the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
+        """Run the command; returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
         command = f"python -m jobs.{self.name}"
         if {"-h", "--help"} & set(argv):
@@ -130,7 +130,7 @@ class Job(Generic[C]):
         return 0
 
     def help(self) -> str:
-        """The command's description and all its settings."""
+        """Format the command's description and all its settings."""
         from jobs.docs_configuration import default, descriptions
 
         lines = [self.about.strip(), "", "settings:"]
@@ -142,7 +142,7 @@ class Job(Generic[C]):
         return "\n".join(lines)
 
     def describe(self, metrics: dict[str, float]) -> str:
-        """The metrics as a short text."""
+        """Format the metrics as a short text."""
         parts = [f"{name} {metrics[name]:.3f}" for name in self.shown if name in metrics]
         parts += [f"{name} {metrics[name]:,.0f}" for name in ("dropped", "val_dropped") if metrics.get(name)]
         return " ".join([*parts, f"{metrics['tokens_per_s']:,.0f} tokens/s"])
@@ -200,7 +200,7 @@ class Job(Generic[C]):
         out = Path(os.path.realpath(config.out or ""))
         config.out = str(out)
         with owned([of_folder(out)], partial(print, flush=True)):
-            # Another command may have filled it a moment ago.
+            # Another command may have filled the folder a moment ago.
             check_out(out)
             return self._run(config, out)
 
@@ -236,7 +236,7 @@ class Job(Generic[C]):
         arguments = (train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
         streams = {"train": train_dataset(*arguments)}
         if self.loop.first_pass:
-            # Whole batches, for Ray Train gives each worker equally many rows.
+            # The batches are whole, because Ray Train gives each worker equally many rows.
             batches = min(steps, -(-sum(group.rows for group in train_groups) // data.train_batch_size))
             streams["first_pass"] = train_dataset(*arguments).limit(batches * data.train_batch_size)
         for stream in streams.values():
@@ -253,7 +253,7 @@ class Job(Generic[C]):
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),
             datasets=dict(streams),
-            # Without an order blocks come as they are finished, and the run could not be repeated.
+            # Without an order, blocks come in the order of their completion, and the run could not be repeated.
             dataset_config=DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
             run_config=RunConfig(
                 name=storage, storage_path=str(out.parent), failure_config=FailureConfig(max_failures=0)
@@ -266,7 +266,7 @@ class Job(Generic[C]):
         try:
             fit.fit()
         except SystemExit as stopped:
-            # On Ctrl-C Ray Train aborts the workers and leaves with exit code 0, as if the model were there.
+            # On Ctrl-C Ray Train aborts the workers and exits with code 0, as if the model were written.
             raise KeyboardInterrupt from stopped
         finally:
             done.set()
@@ -275,7 +275,7 @@ class Job(Generic[C]):
         return dict(ray.get(progress.read.remote(), timeout=ANSWER_S))
 
     def _print(self, progress: Any, steps: int, done: threading.Event) -> None:
-        """Print what was chosen for the model, and the metrics every few seconds until `done` is set."""
+        """Print the notes on the model, and the metrics every few seconds until `done` is set."""
         over, said = False, 0
         while not over:
             over = done.wait(LINE_S)
@@ -291,7 +291,7 @@ class Job(Generic[C]):
 
 
 def plan(config: SupervisedConfig, groups: list[RowGroup]) -> tuple[int, int]:
-    """Optimiser steps of the run, and the passes over the data that they take."""
+    """Return the number of optimiser steps, and of passes over the data that they take."""
     rows = sum(group.rows for group in groups)
     batch = config.data.train_batch_size
     steps = config.trainer.total_training_steps or rows * config.trainer.total_epochs // batch

@@ -1,15 +1,16 @@
-"""A tiny policy made here: `python -m jobs.tiny --out DIR --data FILES...`.
+"""Make a tiny policy: `python -m jobs.tiny --out DIR --data FILES...`.
 
 1. The model is a Qwen3 of about two million parameters with random weights; heads have 32 dimensions, the smallest that
-   vLLM's CPU attention takes. (`AutoTokenizer` gives a Qwen2 the original's pre-tokenizer, whatever the folder says.)
-2. The tokenizer is a byte-level BPE trained on the task's text. All 256 bytes are in its alphabet, so there is no
+   vLLM's CPU attention takes. (`AutoTokenizer` gives a Qwen2 the original's pre-tokenizer, even if the folder has
+   another one.)
+2. The tokenizer is a byte-level BPE trained on the task's text. All 256 bytes are in its alphabet, so it needs no
    unknown token. A piece ends at a digit or after a newline, and nowhere else: digits are single tokens, which
-   arithmetic needs (`--digits 2` makes tokens of numbers of two), and the constant wording between them merges into
-   few tokens, which keeps CPU runs fast.
+   arithmetic needs (`--digits 2` makes tokens of numbers of two), and the constant wording between them merges into few
+   tokens, which keeps CPU runs fast.
 3. The chat template is ChatML. Newlines end pieces, so `assistant\\n` and the answer after it never merge: a prompt
-   gives the same tokens alone and in front of an answer.
+   gives the same tokens with and without an answer after it.
 4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in answers, `<tool_response>` in a
-   user's turn. Of files with a column `tools` the tokenizer learns this wording too.
+   user's turn. From files with a column `tools` the tokenizer learns this wording too.
 """
 
 import argparse
@@ -40,7 +41,7 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU
 MIN_VOCAB = 256 + 3
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PIECES = r"[0-9]{1,%d}|[^0-9\n]*\n|[^0-9\n]+"
-# A newline right after a tag would be trimmed, so that one is an expression.
+# A newline right after a tag would be trimmed, so it is written as an expression.
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{{ '\\n' }}{% endif %}"
@@ -64,11 +65,12 @@ BATCH_ROWS = 1024
 
 
 def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
-    """Contents of all chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file; of
-    rows with tools, everything between the markers of the chat template.
+    """Yield contents of chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file.
+
+    For rows with tools, yield all text between the markers of the chat template.
 
     Raises:
-        ValueError: A file cannot be read, has neither column, or holds no chat messages.
+        ValueError: a file cannot be read, has neither column, or holds no chat messages.
     """
     template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
     for file in files:
@@ -95,13 +97,13 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
 
 
 def countdown_texts(count: int, seed: int) -> Iterator[str]:
-    """Messages of `count` Countdown puzzles in the short template with steps and answers."""
+    """Yield the messages of `count` Countdown puzzles in the short template with steps and answers."""
     for puzzle in itertools.islice(puzzles((3, 4), (1.0, 1.0), Ranges(), seed), count):
         yield from (message["content"] for message in countdown.messages(puzzle, "short", "steps"))
 
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with at most `vocab_size` tokens, fewer where the corpus is used up.
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, fewer if the corpus is used up.
 
     A token has at most `digits` digits.
 
@@ -128,7 +130,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The template's own words are text of the task too; often enough that the trainer merges them whole.
+    # The template's own words belong to the task's text. They are repeated so often that the trainer merges them whole.
     frame = itertools.repeat("system\nuser\nassistant\n", 1000)
     tokenizer.train_from_iterator(itertools.chain(frame, corpus), trainer)
     return PreTrainedTokenizerFast(
@@ -145,7 +147,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights and the tokenizer's vocabulary, of sizes that vLLM's CPU attention takes."""
+    """Make a Qwen3 with random weights and the tokenizer's vocabulary, in sizes that vLLM's CPU attention takes."""
     for option, value in (("--hidden", hidden), ("--layers", layers), ("--heads", heads), ("--kv-heads", kv_heads)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
@@ -176,7 +178,7 @@ def build_model(
 
 
 def make(args: argparse.Namespace) -> str:
-    """Write model and tokenizer; returns their sizes in words."""
+    """Write model and tokenizer; returns a line with their sizes."""
     check_out(args.out)
     heads = args.heads or max(1, args.hidden // 32)
     corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
@@ -192,7 +194,7 @@ def make(args: argparse.Namespace) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
+    """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
     parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"

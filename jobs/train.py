@@ -45,12 +45,12 @@ the same command continues a run that was interrupted.
 """
 
 CHECKED_PROMPTS = 256
-"""Prompts of each split that are made before anything starts; the others are checked as they are read."""
+"""Number of prompts of each split that are made before anything starts; the others are checked as they are read."""
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
     add_settings(parser)
     parser.add_argument(
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _command(command: list[str], iterations: int | None) -> str:
-    """The command that continues the run, up to `iterations` where given."""
+    """Format the command that continues the run, up to `iterations` if given."""
     if iterations is not None:
         key = "trainer.total_training_steps="
         command = [*(argument for argument in command if not argument.startswith(key)), f"{key}{iterations}"]
@@ -86,12 +86,12 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
         calls: whether tools are tried, too.
 
     Returns:
-        the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
-        prompt as the model reads it, and the reward of a made-up response to it; also notes on all that nothing reads.
+        the number of training prompts, None if it is not known; and lines for `--dry-run` as (name, text): the first
+        prompt as the model reads it, the reward of a made-up response to it, and notes on unread columns and fields.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, the reward cannot, or the
-            environment and the tools cannot.
+        ValueError, FileNotFoundError, OSError: a file, the tokenizer, the reward, the environment or the tools cannot
+            be used.
     """
     from pipeline.derived import reward_parts, uses_agent
     from pipeline.prompts.assertions import check_assertions
@@ -119,7 +119,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             if loader is validation and (metric := config.trainer.best_metric) is not None:
                 names = {name: got.get(name) for names in found[-1].values() for name in names}
                 if config.data.val_max_samples > 0:
-                    # The rows that are validated may be of some sources only.
+                    # The validated rows may come from only some sources.
                     names = {name: got.get(name) for t in loader.epoch(256) for name in t["data_source"].to_pylist()}
                 has_acc = {name: own.acc if own else None for name, own in names.items()}
                 check_metric(metric, has_acc, config.rollout.val_kwargs.n, config.agent)
@@ -154,10 +154,10 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
 
 def _adapters(config: Config) -> list[tuple[str, str]]:
-    """Lines for `--dry-run` on the part of policy and critic that gets adapters; a note if the targets say more.
+    """Return lines for `--dry-run` on the parts of policy and critic with adapters; a note if the targets name more.
 
     Raises:
-        ValueError: they match nothing.
+        ValueError: the targets match nothing.
     """
     if not config.model.lora.rank:
         return []
@@ -172,7 +172,7 @@ def _adapters(config: Config) -> list[tuple[str, str]]:
 
 
 def _say_whether_it_fits(resolved: "Plan") -> None:
-    """Print why this machine cannot hold the run, if so: a plan is often made on another machine than the run's."""
+    """Print the reason if this machine cannot hold the run: a plan is often made on another machine than the run's."""
     from pipeline.plan.placement import check_resources
 
     try:
@@ -182,7 +182,7 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
 
 
 def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
-    """Print which disks of this machine have no room for a checkpoint of the run."""
+    """Print the disks of this machine without room for a checkpoint of the run."""
     from pipeline.storage.checkpoints import root
     from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, lacking
 
@@ -197,7 +197,7 @@ def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
 
 
 def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[None, Gpu | None]":
-    """The GPUs of `--gpus`; without it their kind alone, None for a run on CPUs."""
+    """Parse `--gpus`; without it return only a kind of GPU, or None for a run on CPUs."""
     from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu, parse
 
     if gpus is not None:
@@ -207,19 +207,21 @@ def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[N
 
 
 def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = None) -> int:
-    """Check, plan and run (or print the plan); the exit code. `command`, the words typed, continues the run, and `gpus`
-    are those of `--gpus`.
+    """Check, plan and run (or print the plan); returns the exit code.
+
+    `command`, as typed, continues the run; `gpus` is the value of `--gpus`.
 
     Raises:
         ValueError, OSError, ImportError: the settings or the input cannot be used, or the run's folder is in use;
             nothing has been started.
     """
-    from pipeline.plan.plan import plan
+    from pipeline.plan.checks import check
     from pipeline.replay import checks as replay
     from pipeline.storage.owner import of_run, owned
     from pipeline.storage.resume import check_writable
 
-    plan(config)
+    # The sentences name paths as the user wrote them.
+    check(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     replay.check_folder(config, run_dir)
@@ -232,7 +234,8 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
 def _train(
     config: Config, run_dir: Path, dry_run: bool, command: list[str], gpus: str | None, lost: Callable[[], str | None]
 ) -> int:
-    """What `train` does with the run's folder, whose loss to another process `lost` tells."""
+    """Train in the run's folder, or print the plan; `lost` returns the reason if another process has taken the
+    folder."""
     from pipeline.derived import uses_engines
     from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends

@@ -7,7 +7,7 @@ An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module 
 
 from dataclasses import dataclass, replace
 
-from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.catalogue import PolicyLoss, get_adv_estimator, get_policy_loss
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.bounds import sentences
@@ -80,8 +80,7 @@ def _has_base(config: Config) -> bool:
 
 def uses_pairs(config: Config) -> bool:
     """Return whether the policy loss compares the best and the worst response of a group."""
-    mode = config.actor.policy_loss.loss_mode
-    return mode in OF_PAIRS if ":" not in mode else _declares(mode, "of_pairs")
+    return policy_loss(config).of_pairs
 
 
 def uses_reward_model(config: Config) -> bool:
@@ -144,17 +143,13 @@ def _needs(config: Config, what: str) -> bool:
     return what in get_adv_estimator(config.algorithm.adv_estimator).needs
 
 
-WITHOUT_RATIO = ("gpg", "reinforce", "dro", "online_dpo")
-"""Built-in losses that do not weigh tokens by a probability ratio."""
-
-SELECTING = ("clip_cov", "kl_cov")
-"""Built-in losses that compare a token with all others of its mini-batch."""
-
-OF_PAIRS = ("online_dpo",)
-"""Built-in losses that compare two responses of a group with each other and with the reference."""
-
-OF_SEQUENCES = ("gspo", "geo_mean", *OF_PAIRS)
-"""Built-in losses in which a token's loss depends on other tokens of its row."""
+def policy_loss(config: Config) -> PolicyLoss:
+    """Return the loss of the policy with its facts; a wrong name, which `check_algorithm` reports, has none."""
+    name = config.actor.policy_loss.loss_mode
+    try:
+        return get_policy_loss(name)
+    except ValueError:
+        return PolicyLoss(name, name)
 
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
@@ -179,7 +174,9 @@ def why_not_streamed(config: Config) -> str | None:
         "{algorithm.adv_estimator} needs the rewards of the whole iteration for every advantage": (
             get_adv_estimator(config.algorithm.adv_estimator).scope == "batch"
         ),
-        "{actor.policy_loss.loss_mode} compares every token with all others of its mini-batch": _selects(config),
+        "{actor.policy_loss.loss_mode} compares every token with all others of its mini-batch": (
+            policy_loss(config).token_mask_fn is not None
+        ),
         "{algorithm.rollout_correction.rollout_is_batch_normalize} divides weights by their mean over the iteration": (
             config.algorithm.rollout_correction.rollout_is_batch_normalize
         ),
@@ -190,11 +187,6 @@ def why_not_streamed(config: Config) -> str | None:
     return next(sentences(config, reasons), None)
 
 
-def _selects(config: Config) -> bool:
-    mode = config.actor.policy_loss.loss_mode
-    return mode in SELECTING if ":" not in mode else _declares(mode, "token_mask_fn")
-
-
 def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
     """Return whether the loss of actor or critic reads other tokens of a token's row, so that all contexts of an
     episode must pass through the model together."""
@@ -203,27 +195,14 @@ def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
         return True
     if isinstance(part, CriticConfig):
         return False
-    mode, correction = actor.policy_loss.loss_mode, rollout_correction(config)
-    of_sequences = mode in OF_SEQUENCES if ":" not in mode else not _declares(mode, "per_token")
+    correction = rollout_correction(config)
     corrects = correction.rollout_is != "none" or correction.rollout_rs is not None
-    return of_sequences or (corrects and actor.old_log_probs == "engine")
-
-
-def _declares(loss_mode: str, flag: str) -> bool:
-    """Return whether a loss of the user's own, given by its import path, is registered with this flag; False if the
-    path is wrong, which `check_algorithm` reports."""
-    # Only these losses need torch.
-    from pipeline.losses import get_policy_loss
-
-    try:
-        return bool(getattr(get_policy_loss(loss_mode), flag))
-    except ValueError:
-        return False
+    return not policy_loss(config).per_token or (corrects and actor.old_log_probs == "engine")
 
 
 def weighs_itself(config: Config) -> bool:
     """Return whether the loss's own ratio compares the current policy with the engine's."""
-    return config.actor.old_log_probs == "engine" and config.actor.policy_loss.loss_mode not in WITHOUT_RATIO
+    return config.actor.old_log_probs == "engine" and policy_loss(config).ratio != "none"
 
 
 @dataclass(frozen=True)

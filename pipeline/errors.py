@@ -3,7 +3,6 @@
 import difflib
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 
 
 class FinalError(RuntimeError):
@@ -30,12 +29,3 @@ def nearest(name: str, names: Iterable[str]) -> str:
     ends = [other for other in names if other.rpartition("/")[2].lower() == name.rpartition("/")[2].lower()]
     close = ends or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" (the nearest is {close[0]!r})" if close else ""
-
-
-def not_importable(path: str) -> str:
-    """Return the reason why `path` cannot be imported as Python code, to follow "is PATH, which"."""
-    file = Path(path).expanduser()
-    if not file.exists() and (file.suffix == ".py" or "/" in path):
-        return f"does not exist (no {file.absolute()}); check the path"
-    what = "is a folder" if path and file.is_dir() else "is neither a Python file (.py) nor a module (package.module)"
-    return f"{what}; name one that exists"

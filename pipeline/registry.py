@@ -1,30 +1,67 @@
-"""Functions that a setting chooses: built-in ones by name, a user's own by import path."""
+"""Functions and classes that a setting chooses: built-in ones by name, a user's own by import path."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from pipeline import imports
 
 
-class Registered(Protocol):
-    """An entry of a registry."""
+@dataclass(frozen=True)
+class Entry:
+    """A choice and its function."""
+
+    name: str
+    source: Callable[..., Any] | str
+    """The function of the user, or the import path of a built-in one, which is loaded when it is first used."""
 
     @property
-    def function(self) -> Callable[..., Any]: ...
+    def function(self) -> Callable[..., Any]:
+        """The function itself."""
+        return resolved(self.source)
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the function comes with the library."""
+        return isinstance(self.source, str)
+
+    @property
+    def path(self) -> str:
+        """Import path of the function."""
+        return self.source if isinstance(self.source, str) else _path(self.source)
+
+    def owns(self, function: Callable[..., Any]) -> bool:
+        """Whether the entry is for this function; loads nothing."""
+        return self.source is function or (self.built_in and self.source == _path(function))
 
 
-T = TypeVar("T", bound=Registered)
+def _path(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
 
 
-def register(kind: str, known: dict[str, T], name: str, entry: T) -> None:
+def resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
+    """Return the function that a built-in import path stands for; a function as it is."""
+    if not isinstance(source, str):
+        return source
+    code, name = imports.split(source)
+    function: Callable[..., Any] = getattr(imports.load(code), name)
+    return function
+
+
+T = TypeVar("T", bound=Entry)
+
+
+def register(kind: str, known: dict[str, T], entry: T) -> None:
     """Add an entry to the registry `known` of `kind`, such as "policy loss".
 
     Raises ValueError if the name belongs to another function.
     """
-    if name in known and known[name].function is not entry.function:
-        raise ValueError(f"{kind} {name!r} is registered twice; give the second one another name")
-    known[name] = entry
+    if entry.name in known and not known[entry.name].owns(entry.function):
+        raise ValueError(f"{kind} {entry.name!r} is registered twice; give the second one another name")
+    # A built-in entry stays when its module is loaded again.
+    known.setdefault(entry.name, entry)
 
 
 def look_up(
@@ -67,9 +104,14 @@ def _imported(
     unregistered: Callable[[str, Callable[..., Any]], T],
     arguments: Sequence[str],
 ) -> T:
-    module_name, _, attribute = path.partition(":")
+    for entry in known.values():
+        if entry.source == path:
+            return entry
+    module_name, attribute = imports.split(path)
     try:
-        module = importlib.import_module(module_name)
+        module = imports.load(module_name)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} {path!r}: {module_name!r} {error}") from error
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{key} {path!r}: module {module_name!r} cannot be imported ({error}); it must be on the Python path of "
@@ -78,13 +120,13 @@ def _imported(
     except Exception as error:  # a user's module may raise anything
         raise ValueError(f"{key} {path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     registered = known.get(attribute)
-    if registered is not None and registered.function.__module__ == module_name:
+    if registered is not None and imports.split(registered.path)[0] == module.__name__:
         return registered
     function = getattr(module, attribute, None)
     if function is None or not callable(function):
         raise ValueError(f"{key} {path!r}: module {module_name!r} has no function {attribute!r}")
     for entry in known.values():
-        if entry.function is function:
+        if entry.owns(function):
             return entry
     try:
         inspect.signature(function).bind(*arguments)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import sentences
+
 if TYPE_CHECKING:
     from pipeline.config import Config
     from tests.runs import Training
@@ -37,10 +39,43 @@ for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-sentences", action="store_true", help="write tests/sentences.txt; see tests/sentences.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--write-sentences"):
+        items[:] = [item for item in items if "named" in getattr(item, "fixturenames", ())]
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("ray", "vllm", "slow")):
             item.add_marker(pytest.mark.unit)
+
+
+@pytest.fixture(scope="session")
+def all_sentences(request: pytest.FixtureRequest) -> Iterator[sentences.Sentences]:
+    """The file's sentences; with `--write-sentences` those of the tests, which become the file if all tests pass."""
+    writes = request.config.getoption("--write-sentences")
+    found = {} if writes else sentences.read(sentences.FILE.read_text())
+    yield found
+    if writes and not request.session.testsfailed:
+        sentences.FILE.write_text(sentences.written(found))
+
+
+@pytest.fixture
+def named(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, all_sentences: sentences.Sentences
+) -> Iterator[sentences.Named]:
+    """Call it with a sentence and the keys that it must name; the words must be those of `sentences.txt`."""
+    folder = tmp_path_factory.getbasetemp()
+    test, case = request.node.nodeid.partition("[")[0], sentences.case_of(request.node)
+    if not request.config.getoption("--write-sentences"):
+        yield sentences.Named(all_sentences.get(test, {}).get(case, []), folder)
+        return
+    asserts = sentences.Named(None, folder)
+    yield asserts
+    cases = all_sentences.setdefault(test, {})
+    assert case not in cases, f"two cases of {test} are called {case!r}"
+    cases[case] = asserts.sentences
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from pipeline.derived import (
     uses_policy_scores,
     uses_reference,
 )
-from pipeline.losses.registry import _POLICY_LOSSES
 from pipeline.train.correction import parse
 from tests.plan.test_checks import good
 
@@ -97,13 +96,6 @@ def test_the_correction_in_force(overrides, level):
     assert config.algorithm.rollout_correction.rollout_is in (None, level), "what was set stays as it was"
 
 
-def test_the_losses_that_compare_all_tokens_are_known_without_torch():
-    own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
-    assert {loss.name for loss in own if loss.token_mask_fn is not None} == set(derived.SELECTING)
-    assert set(derived.WITHOUT_RATIO) <= {loss.name for loss in own}
-    assert {loss.name for loss in own if not loss.per_token} == set(derived.OF_SEQUENCES)
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -126,7 +118,6 @@ def test_gradients_are_streamed_where_it_is_possible_unless_switched_off():
 
 
 def test_losses_of_pairs_need_the_reference_and_no_correction() -> None:
-    assert {loss.name for loss in _POLICY_LOSSES.values() if loss.of_pairs} == set(derived.OF_PAIRS)
     config = Config()
     assert not derived.uses_reference(config)
     config.algorithm.max_staleness = 1

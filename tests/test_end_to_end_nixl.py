@@ -26,4 +26,3 @@ def test_the_engine_generates_with_the_weights_of_every_version(
     # More versions than the train workers keep, so that their memory has been written over.
     trained = [run.records[iteration] for iteration in (1, 2, 3)]
     assert all(record["training/rollout_log_probs_diff_max"] < 1e-4 for record in trained)
-    assert all(record["perf/weight_bytes_ratio"] == 1 for record in trained)

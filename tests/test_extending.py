@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.advantage.registry import EstimatorInput, get_adv_estimator
+from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
 from pipeline.config import load_config
 from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.config.learner import ActorConfig

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import rl_loop
 from examples.rl_loop import Rollouts, Settings
-from pipeline.advantage.registry import EstimatorInput, get_adv_estimator
+from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
 from pipeline.config.algorithm import AlgorithmConfig
 from tests.train.plain import plain_log_probs
 from tests.train.updates import COLUMNS, PROMPTS, N, assert_same, make_config, moved, trained

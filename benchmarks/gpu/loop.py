@@ -49,7 +49,7 @@ def record(options: Options) -> Figures:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pipeline.config import load_config, save_yaml
-    from pipeline.models.fsdp import torch_dtype
+    from pipeline.models.precision import torch_dtype
     from pipeline.prompts.encode import stamp, to_table
     from pipeline.prompts.stage import loaders
     from pipeline.rollout.stage import Rollout, decoded

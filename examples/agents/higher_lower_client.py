@@ -1,13 +1,15 @@
 """The guessing game as a script with OpenAI's client, which knows nothing of Slipstream.
 
-    python -m jobs.train agent.command='[python, examples/agents/higher_lower_client.py]' \
-        agent.preload='[openai_ready]' agent.max_turns=6 ...
+    python -m jobs.train agent.program=examples/agents/higher_lower_client.py:play agent.max_turns=6 ...
+    python -m jobs.train agent.command='[python, examples/agents/higher_lower_client.py]' agent.max_turns=6 ...
 
-Each episode runs the script once. The variables OPENAI_BASE_URL and OPENAI_API_KEY lead the client to the policy,
-SLIPSTREAM_ROW names a file with the row, and the last line that is printed has the reward of each guess: 1 for the
-number, and else up to WORTH, by how well it halved what was left. `openai_ready.py`, which lies beside the script,
-imports the client once for all episodes. The rows come from `python -m jobs.prepare higher_lower`; `higher_lower.py` is
-the same game, with the same rewards, as an environment.
+The variables OPENAI_BASE_URL and OPENAI_API_KEY lead the client to the policy. The result has the reward of each guess:
+1 for the number, and else up to WORTH, by how well it halved what was left. As a program, the file is imported once and
+each episode is a fork that calls `play`. As a command, each episode starts an interpreter; SLIPSTREAM_ROW names a file
+with the row, and the last line that is printed is the result.
+
+The rows come from `python -m jobs.prepare higher_lower`; `higher_lower.py` is the same game, with the same rewards, as
+an environment.
 """
 
 import json
@@ -20,10 +22,12 @@ WORTH = float(os.environ.get("WORTH", "0"))
 MAX_DIGITS = 4
 
 
-def main() -> dict:
+# Packages import some modules when they are first used; all episodes find these imported.
+OpenAI(api_key="none").chat.completions  # noqa: B018
+
+
+def play(row: dict) -> dict:
     """Play one episode; the rewards of its guesses and further numbers."""
-    with open(os.environ["SLIPSTREAM_ROW"]) as file:
-        row = json.load(file)
     number, messages, client = int(row["ground_truth"]), row["prompt"], OpenAI()
     low, high, rewards = 1, NUMBERS, []
     for made in range(1, GUESSES + 1):
@@ -46,4 +50,5 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    with open(os.environ["SLIPSTREAM_ROW"]) as given:
+        print(json.dumps(play(json.load(given))))

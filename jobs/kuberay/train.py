@@ -1,8 +1,8 @@
 """`jobs.train` as a RayJob: `python -m jobs.kuberay.train experiment=countdown_cpu ...`.
 
-KubeRay retries every failed job on a new cluster (`backoffLimit`), whatever the exit code was. It does not retry a job
-that was stopped. So after exit code 2 (bad settings or input, which a new cluster would refuse again) the job asks Ray
-to stop it: `kubectl get rayjob` shows STOPPED, and the reason is in the job's log.
+KubeRay retries every failed job on a new cluster (`backoffLimit`), after any exit code. It does not retry a job that
+was stopped. So after exit code 2 (bad settings or input, which a new cluster would refuse again) the job lets Ray stop
+it: `kubectl get rayjob` shows STOPPED, and the reason is in the job's log.
 
 It is one command without shell operators, because KubeRay's `K8sJobMode` would run a second command outside of Ray.
 """

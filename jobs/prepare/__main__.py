@@ -1,4 +1,4 @@
-"""Prepares prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
+"""Prepare prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
 
 A data set has `help`, `add_arguments(parser)` and `prepare(args)`: a `HubData`, or a module. A new one is a line in
 `DATASETS`.
@@ -26,7 +26,7 @@ DATASETS: dict[str, Any] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad option with a sentence instead of the whole usage."""
+    """A parser that answers a bad option with a sentence instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
+    """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
     parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, data in DATASETS.items():

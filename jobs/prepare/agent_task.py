@@ -1,4 +1,4 @@
-"""Files of made-up tasks of several turns: prompts in verl's format, and conversations for a warm start."""
+"""Files of made-up multi-turn tasks: prompts in verl's format, and conversations for a warm start."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 CALL = pa.struct([("type", pa.string()), ("function", FUNCTION)])
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(CALL))]))
 SFT = pa.schema([("messages", MESSAGES), ("tools", pa.string())])
-"""Arguments of calls, and the schemas of the tools, are JSON text."""
+"""Schema of conversations. Arguments of calls, and the schemas of the tools, are JSON text."""
 SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
 
 Option = tuple[str, Any, Any, str]
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, train: int, sft: int, *option
 
 
 def check(args: argparse.Namespace, **lowest: int) -> None:
-    """Raises ValueError for an option that is below its `lowest` value, or for a share outside 0 to 1."""
+    """Raise ValueError for an option that is below its `lowest` value, or for a share outside 0 to 1."""
     for name, least in {"train": 1, "sft": 20, "seed": 0, **lowest}.items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}, but must be at least {least}")
@@ -58,8 +58,8 @@ def write(
     Args:
         args: as from `add_arguments`.
         data_source: name of the task in the rows.
-        questions: those of each split.
-        conversations: without end.
+        questions: questions of each split.
+        conversations: an endless iterator.
         tools: schemas of the tools that the conversations call.
     """
     sizes = {}
@@ -87,21 +87,21 @@ def _row(data_source: str, split: str, index: int, question: Question) -> dict[s
 
 
 def user(text: str) -> dict[str, Any]:
-    """A message of the user."""
+    """Make a message of the user."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str) -> dict[str, Any]:
-    """An answer without a call."""
+    """Make an answer without a call."""
     return {"role": "assistant", "content": text}
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    """An answer that is one tool call."""
+    """Make an answer that is one tool call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def result(text: str) -> dict[str, Any]:
-    """The result of a tool."""
+    """Make the result of a tool."""
     return {"role": "tool", "content": text}

@@ -33,7 +33,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare calculator`."""
+    """Add the options of `python -m jobs.prepare calculator`."""
     agent_task.add_arguments(
         parser,
         20_000,

@@ -1,11 +1,11 @@
-"""Rows that are in verl's form already, in JSON or as Hugging Face `datasets` saves them, to parquet.
+"""Rows in verl's form, in JSON or as Hugging Face `datasets` saves them, to parquet.
 
 1. A file of JSON becomes one parquet file of the same name. A folder that `datasets` saved is read by its own index:
    each of its splits becomes one file.
-2. A row comes out as it went in: keys, nulls, whole numbers, order. A column has an Arrow type of its own if all its
-   values come back from it; all other columns are JSON (`arrow.json`), which the readers of prompts know.
-3. The types of the columns come from all rows of the file, so it is passed through twice; one row group is in memory at
-   a time.
+2. Rows keep their keys, nulls, whole numbers and order. A column has an Arrow type of its own if all its values come
+   back from it; all other columns are JSON (`arrow.json`), which the readers of prompts know.
+3. The types of the columns come from all rows of the file, so the file is read twice, with one row group in memory at a
+   time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _inputs(paths: list[Path]) -> Iterator[tuple[str, list[Path]]]:
-    """The name of each output, and the files whose rows it holds in their order."""
+    """Yield the name of each output, and the files whose rows it holds in their order."""
     for path in paths:
         if path.is_dir():
             found = list(_folder(path))
@@ -102,7 +102,7 @@ def _copy(files: list[Path], target: Path) -> int:
                 for batch in stream:
                     writer.write_batch(batch)
                     count += len(batch)
-    # `write_batch` raises ValueError if the schema is not the first file's.
+    # `write_batch` raises ValueError if the schema differs from the first file's.
     except (pa.ArrowException, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an Arrow stream: {error}") from error
     finally:
@@ -112,7 +112,7 @@ def _copy(files: list[Path], target: Path) -> int:
 
 
 def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a file of JSON; a list of objects counts as its objects."""
+    """Yield the rows of a file of JSON; a list of objects counts as its objects."""
     for where, value in placed_rows(file):
         for number, row in enumerate(value if isinstance(value, list) else [value]):
             if not isinstance(row, dict):

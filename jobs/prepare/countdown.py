@@ -1,8 +1,8 @@
 """Countdown prompts: reach a target number from three or four given numbers.
 
-The puzzles come from one stream without duplicates (`puzzles.py`): first those of `test.parquet`, then `train.parquet`,
-then the SFT files. So no puzzle occurs twice, `test.parquet` does not depend on `--train`, and neither depends on
-`--sft`.
+The puzzles come from one stream without duplicates (`puzzles.py`): first the puzzles of `test.parquet`, then of
+`train.parquet`, then of the SFT files. So no puzzle occurs twice, `test.parquet` does not depend on `--train`, and
+neither depends on `--sft`.
 
 Templates (the wording of the task is TinyZero's):
 - `base` is TinyZero's conversation text for base models, which ends inside an opened `<think>`. It is the content of a
@@ -45,7 +45,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", TRUTH)], [("solution", pa.strin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare countdown`."""
+    """Add the options of `python -m jobs.prepare countdown`."""
 
     def add(option: str, kind: Any, default: Any, text: str, **more: Any) -> None:
         parser.add_argument(option, type=kind, default=default, help=f"{text} (default: %(default)s)", **more)
@@ -125,14 +125,14 @@ def _check(args: argparse.Namespace, mix: tuple[float, ...], sft_test: int) -> N
 
 
 def prompt(puzzle: Puzzle, template: str) -> list[dict[str, str]]:
-    """The chat messages that pose the puzzle."""
+    """Make the chat messages that pose the puzzle."""
     numbers = list(puzzle.numbers)
     text = TEMPLATES[template].format(numbers=numbers, spaced=" ".join(map(str, numbers)), target=puzzle.target)
     return [{"role": "user", "content": text}]
 
 
 def rows(some: Iterable[Puzzle], split: str, template: str) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format."""
+    """Yield rows in verl's format."""
     for index, puzzle in enumerate(some):
         truth = {"target": puzzle.target, "numbers": list(puzzle.numbers)}
         yield {
@@ -145,7 +145,7 @@ def rows(some: Iterable[Puzzle], split: str, template: str) -> Iterator[dict[str
 
 
 def messages(puzzle: Puzzle, template: str, solution: str) -> list[dict[str, str]]:
-    """The puzzle and its worked solution, as a conversation."""
+    """Make a conversation of the puzzle and its worked solution."""
     content = f"<answer> {puzzle.solution} </answer>"
     if solution == "steps":
         content = f"<think> {puzzle.steps} </think>\n{content}"

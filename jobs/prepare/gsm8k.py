@@ -1,7 +1,7 @@
 """GSM8K prompts, from rows with `question` and `answer`.
 
-The prompt is the question with verl's instruction behind it, and the columns are those of verl's GSM8K files, so verl
-and this program read each other's files. The ground truth is the number after `####` of the answer, without commas.
+The prompt is the question, followed by verl's instruction. The columns equal verl's GSM8K files, so verl and this
+program read each other's files. The ground truth is the number after `####` of the answer, without commas.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [("question", pa
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format; errors name the place of a row."""
+    """Yield rows in verl's format; errors name the place of a row."""
     for index, (where, problem) in enumerate(problems):
         question, answer = problem["question"], problem["answer"]
         number = strict_answer(answer)

@@ -1,16 +1,15 @@
 """HH-RLHF prompts, and files for SFT and reward models.
 
-A row has two dialogues, `chosen` and `rejected`, as text with `Human:` and `Assistant:`. Of each split are written
+A row has two dialogues, `chosen` and `rejected`, as text with `Human:` and `Assistant:`. The files of each split are
 
-- `train.parquet`: the prompt, which is the common beginning of both up to a human's words, in verl's format. There is
-  no rule for its data source: a reward model or a function of your own scores it. The ground truth is the chosen
-  response.
+- `train.parquet`: the prompt, which is the common beginning of both up to a human's words, in verl's format. Its data
+  source has no rule: a reward model or a function of your own scores it. The ground truth is the chosen response.
 - `sft_train.parquet`: the chosen dialogue as `messages`.
-- `rm_train.parquet`: `prompt`, and the messages behind it in `chosen` and in `rejected`.
+- `rm_train.parquet`: `prompt`, and the messages after it in `chosen` and in `rejected`.
 
 Templates of the prompt: `chat` has a message for each turn; `verl` has the text of the dialogue so far in one message,
-as verl's files have. Rows that prefer nothing are left out and counted: those without a response on one side, without
-a common beginning, or with two equal sides.
+as verl's files have. Rows that prefer nothing are left out and counted: they lack a response on one side or a common
+beginning, or have two equal sides.
 """
 
 import argparse
@@ -41,7 +40,7 @@ class Pair(NamedTuple):
 
 
 def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Prompts in verl's format."""
+    """Yield prompts in verl's format."""
     count = itertools.count()
     for pair in pairs(dialogues):
         if pair is None:
@@ -58,23 +57,23 @@ def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator
 
 
 def conversations(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Chosen dialogues for SFT."""
+    """Return the chosen dialogues for SFT."""
     return (pair and {"messages": [*pair.prompt, *pair.chosen]} for pair in pairs(dialogues))
 
 
 def preferences(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Pairs for reward models."""
+    """Return pairs for reward models."""
     return (pair and pair._asdict() for pair in pairs(dialogues))
 
 
 def pairs(dialogues: Placed) -> Iterator[Pair | None]:
-    """A pair for each row, None for a row whose two dialogues prefer nothing; errors name the place of a row."""
+    """Yield a pair for each row, None for a row whose two dialogues prefer nothing; errors name the place of a row."""
     for where, row in dialogues:
         yield pair_of(*(dialogue(row[key], f"{where}: {key!r}") for key in ("chosen", "rejected")))
 
 
 def dialogue(text: str, where: str) -> list[Message]:
-    """The messages of a dialogue, which the human begins; successive turns of one speaker are one message."""
+    """Split a dialogue, which the human begins, into messages; successive turns of one speaker are one message."""
     parts = _TURN.split(text.strip())
     if parts[0] or len(parts) < 3 or parts[1] != "Human":
         raise ValueError(f"{where} must begin with 'Human:' and have turns of 'Human:' and 'Assistant:'")
@@ -88,7 +87,7 @@ def dialogue(text: str, where: str) -> list[Message]:
 
 
 def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
-    """Prompt and responses of two dialogues, None if they are not two different responses to one prompt."""
+    """Split two dialogues into prompt and responses; None if they are not two different responses to one prompt."""
     same = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     while same and chosen[same - 1]["role"] != "user":
         same -= 1
@@ -100,7 +99,7 @@ def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
 
 
 def as_text(prompt: list[Message]) -> str:
-    """A prompt as the data set writes dialogues, up to the assistant's turn."""
+    """Write a prompt as the data set writes dialogues, up to the assistant's turn."""
     names = {role: speaker for speaker, role in ROLES.items()}
     return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in prompt) + "\n\nAssistant:"
 

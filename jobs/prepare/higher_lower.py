@@ -1,4 +1,4 @@
-"""Higher or lower: find a number in a few guesses (`examples/agents/higher_lower.py` plays the other side).
+"""Higher or lower: find a number in a few guesses (`examples/agents/higher_lower.py` is the environment).
 
 The test file has each number once, so the score of greedy answers is the exact share of numbers that are found. In the
 conversations of the warm start each guess is, with a chance of `--consistent`, one that agrees with all replies so far,
@@ -18,7 +18,7 @@ QUESTION = "Guess."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare higher_lower`."""
+    """Add the options of `python -m jobs.prepare higher_lower`."""
     agent_task.add_arguments(
         parser,
         20_000,
@@ -46,7 +46,7 @@ def _games(args: argparse.Namespace, draw: random.Random) -> Iterator[Messages]:
 
 
 def game(number: int, numbers: int, guesses: int, consistent: float, draw: random.Random) -> Messages:
-    """One game as a conversation."""
+    """Make one game as a conversation."""
     messages = [user(QUESTION)]
     low, high = 1, numbers
     untried = set(range(1, numbers + 1))

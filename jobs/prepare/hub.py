@@ -1,9 +1,9 @@
-"""Data sets as they are published: files are found by split, read row by row, and written in verl's format.
+"""Published data sets: files are found by split, read row by row, and written in verl's format.
 
-1. A file belongs to the split that its name says (`train.jsonl`, `hellaswag_val.jsonl`, `test-00000-of-00001.parquet`),
-   or else to the split that its folder is called (`test/algebra/1.json`).
-2. JSON lines (packed or not), parquet files and files of one JSON object give the same rows. Every row comes with the
-   words that name its place (`FILE, line 3`), for errors.
+1. A file belongs to the split in its name (`train.jsonl`, `hellaswag_val.jsonl`, `test-00000-of-00001.parquet`),
+   or else to the split in its folder's name (`test/algebra/1.json`).
+2. JSON lines (packed or not), parquet files and files of one JSON object give the same rows. Every row comes with its
+   place as text (`FILE, line 3`), for errors.
 """
 
 import argparse
@@ -28,9 +28,9 @@ DOWNLOAD = "hf download {} --repo-type dataset --local-dir DIR"
 
 Row = dict[str, Any]
 Placed = Iterator[tuple[str, Row]]
-"""Rows of input files, each after the words that name its place."""
+"""Rows of input files, each after its place as text."""
 ToRows = Callable[[Placed, str, argparse.Namespace], Iterator[Row | None]]
-"""Makes output rows of input rows, given the split and the options; None for a row that is left out."""
+"""Function that makes output rows from input rows, the split and the options; None for a row that is left out."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class HubData:
     """A data set of the Hugging Face hub.
 
     Args:
-        help: What it is.
-        origin: How it is downloaded: the name on the hub, with options of `hf download`.
-        keys: Columns that must be text; they may be blank with `blanks`.
-        outputs: Schema and rows of the output files, by the beginning of their names, which end in `SPLIT.parquet`.
-        noun: What the rows are.
-        splits: Names of the splits, by the word for each in names of input files and folders.
-        option: Name, choices (the first is the default) and help of one more option.
-        many_folders: Whether the files of a split may lie in several folders.
+        help: description of the data set.
+        origin: arguments of its download: the name on the hub, with options of `hf download`.
+        keys: columns that must be text; they may be blank with `blanks`.
+        outputs: schema and rows of the output files, by the beginning of their names, which end in `SPLIT.parquet`.
+        noun: name of its rows.
+        splits: names of the splits, by the word for each in names of input files and folders.
+        option: name, choices (the first is the default) and help of one more option.
+        many_folders: whether the files of a split may lie in several folders.
     """
 
     help: str
@@ -83,10 +83,10 @@ class HubData:
         print("\n".join(report))
 
     def find(self, inputs: Iterable[Path], out: Path) -> dict[str, list[Path]]:
-        """The files of each split, in order. Parquet files in the folder `out` are output of an earlier call.
+        """Find the files of each split, in order. Parquet files in the folder `out` are output of an earlier call.
 
         Raises:
-            ValueError: A path does not exist or gives no file, or a split has files of two kinds or in two folders.
+            ValueError: a path does not exist or gives no file, or a split has files of two kinds or in two folders.
         """
         sources: dict[str, list[Path]] = {}
         for path in inputs:
@@ -116,10 +116,10 @@ class HubData:
         return next((dict(self.splits)[word] for word in words if word in dict(self.splits)), None)
 
     def read(self, files: Iterable[Path]) -> Placed:
-        """Rows of the files, one file after the other.
+        """Yield the rows of the files, one file after the other.
 
         Raises:
-            ValueError: A file cannot be read, or a row lacks a key; the sentence names file and line or row.
+            ValueError: a file cannot be read, or a row lacks a key; the sentence names file and line or row.
         """
         for file in files:
             for where, row in placed_rows(file):
@@ -132,7 +132,7 @@ class HubData:
 
 
 def check_text(value: Any, name: str, where: str, blanks: bool = False) -> str:
-    """`value`, which must be text; else a ValueError."""
+    """Return `value`. Raises ValueError if it is not text."""
     if not isinstance(value, str) or not (value.strip() or blanks):
         raise ValueError(f"{where}: {name} must be text, not {str(value)[:80]!r}")
     return value
@@ -143,10 +143,10 @@ def _order(file: Path) -> tuple[Path, int, str]:
 
 
 def placed_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a file of any format, each after the words that name its place.
+    """Yield the rows of a file of any format, each after its place as text.
 
     Raises:
-        ValueError: The file cannot be read, or a row is not JSON.
+        ValueError: the file cannot be read, or a row is not JSON.
     """
     number, unit = 0, "row" if file.suffix == ".parquet" else "line"
     try:
@@ -174,7 +174,7 @@ def _parse(raw: bytes, where: str) -> Any:
         # Editors of Windows begin a file with a byte order mark.
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_float=_number)
         if b"\\u" in raw:
-            # An escape may stand for half a character, which no file can hold.
+            # An escape may encode half a character, which no file can hold.
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeError as error:
@@ -184,7 +184,7 @@ def _parse(raw: bytes, where: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """An object of JSON. Raises ValueError for a key that stands twice, since one of its values would be lost."""
+    """Make an object of JSON. Raises ValueError for a repeated key, since one of its values would be lost."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -194,7 +194,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
 
 
 def _number(text: str) -> float:
-    """A number of JSON that is not whole. Raises ValueError if it is too large for a float."""
+    """Parse a fractional number of JSON. Raises ValueError if it is too large for a float."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {text[:40]} is too large")

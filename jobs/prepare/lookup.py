@@ -1,6 +1,6 @@
 """Chained lookups: from a number, follow a table for some steps (`examples/agents/lookup.py` has table and tool).
 
-The table is another one in each episode, so only calls can give the answer. The test file has each number with each
+Each episode has another table, so only calls can give the answer. The test file has each number with each
 count of steps once. The questions of the warm start have one step, and some of its conversations look up more than
 that: the policy must find out by itself how many calls a question needs.
 """
@@ -33,7 +33,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare lookup`."""
+    """Add the options of `python -m jobs.prepare lookup`."""
     agent_task.add_arguments(
         parser,
         20_000,

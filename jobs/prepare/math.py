@@ -1,7 +1,7 @@
 r"""MATH prompts, from rows with `problem` and `solution`, and mostly `level` and `type` (or `subject`).
 
-The rows are the hub's files, or a JSON file for each problem in folders by split and subject. The prompt is the problem
-with verl's instruction behind it, and the ground truth is the content of the solution's last box, as in verl's files.
+The rows are the hub's files, or a JSON file for each problem in folders by split and subject. The prompt is the
+problem, followed by verl's instruction. The ground truth is the content of the solution's last box, as in verl's files.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], EXTRA)
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format; errors name the place of a row."""
+    """Yield rows in verl's format; errors name the place of a row."""
     for index, (where, problem) in enumerate(problems):
         answer = last_boxed(problem["solution"])
         if not answer:

@@ -1,8 +1,8 @@
 """Preference pairs from scored answers: of a run, an evaluation, or parquet files like theirs.
 
 The answers to a prompt are ranked by their score. The best and the worst one are a pair if their scores differ, with
-`--per-prompt` also the second best and second worst, and so on. Left out are answers without text, those whose reward
-failed, and pairs of equal texts. A prompt that a run visits twice has a group of answers for each visit.
+`--per-prompt` also the second best and second worst, and so on. Answers without text, answers whose reward failed, and
+pairs of equal texts are left out. A prompt that a run visits twice has a group of answers for each visit.
 
 - `train.parquet`: `prompt`, `chosen` and `rejected` as chat messages, for `python -m jobs.dpo` and `jobs.reward_model`;
   `margin`, the difference of the scores; and `data_source`.
@@ -30,7 +30,7 @@ help = "preference pairs from the scored answers of a run or an evaluation, for 
 SCHEMA = pa.schema([*PAIRS, ("margin", pa.float64()), ("data_source", pa.string())])
 COLUMNS = ("uid", "data_source", "prompt", "response", "score", "reward_error")
 FOLDERS = ("trajectories", "responses")
-"""Where a run and an evaluation keep their answers."""
+"""Folders with the answers of a run and of an evaluation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Write the pairs; after an error older output files are untouched.
 
     Raises:
-        ValueError: an option is out of range, an input cannot be read, or there is no pair.
+        ValueError: an option is out of range, an input cannot be read, or no group gives a pair.
     """
     if args.per_prompt < 1:
         raise ValueError(f"--per-prompt {args.per_prompt} must be at least 1")
@@ -62,7 +62,7 @@ def prepare(args: argparse.Namespace) -> None:
     splits = ["train", "test"] if args.test_share else ["train"]
     with parquet.together(args.out) as folder:
         for split in splits:
-            # A group without a pair is None, which `write` counts.
+            # `_rows` gives None for a group without a pair, and `write` counts it.
             kept, without = parquet.write(folder / f"{split}.parquet", SCHEMA, _rows(files, split, args))
             if not kept:
                 gap = f" by at least --min-gap {args.min_gap:g}" if args.min_gap else ""
@@ -75,7 +75,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _rows(files: list[Path], split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """The pairs of one split, and None for each of its groups without one."""
+    """Yield the pairs of one split, and None for each of its groups without one."""
     for group in itertools.chain.from_iterable(map(_groups, files)):
         if _held_out(group[0]["prompt"], args.test_share) == (split == "test"):
             pairs = list(_pairs(group, args.per_prompt, args.min_gap))
@@ -99,7 +99,7 @@ def _files(inputs: list[Path]) -> Iterator[Path]:
 
 
 def _groups(file: Path) -> Iterator[list[dict[str, Any]]]:
-    """The answers of each group; a file holds whole groups."""
+    """Yield the answers of each group; a file holds whole groups."""
     try:
         names = pq.read_schema(file).names
         missing = [name for name in COLUMNS if name not in names and name != "reward_error"]

@@ -1,4 +1,5 @@
-"""Parquet in verl's format, written in row groups under temporary names that are renamed once everything is there."""
+"""Parquet in verl's format, written in row groups under temporary names, which are renamed when all files are
+complete."""
 
 import os
 import tempfile
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROW_GROUP = 4096
-"""Rows that are held in memory and written together; the prompt source shuffles within this unit, too."""
+"""Number of rows that are held in memory and written together; the prompt source shuffles within this unit, too."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SFT = pa.schema([("messages", MESSAGES)])
 MARK = {b"written_by": b"slipstream prepare"}
@@ -22,7 +23,7 @@ Fields = list[tuple[str, pa.DataType]]
 
 
 def prompt_schema(reward_model: Fields, extra_info: Fields) -> pa.Schema:
-    """Schema of a prompt file, with the fields of `reward_model` behind `style` and of `extra_info` behind `index`."""
+    """Make the schema of a prompt file: `reward_model` adds fields after `style`, and `extra_info` after `index`."""
     return pa.schema(
         [
             ("data_source", pa.string()),
@@ -36,9 +37,9 @@ def prompt_schema(reward_model: Fields, extra_info: Fields) -> pa.Schema:
 
 @contextmanager
 def together(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside `folder`, whose files replace those in `folder` if nothing fails.
+    """Make a temporary folder inside `folder`, whose files replace the files in `folder` if nothing fails.
 
-    After an error, or Ctrl-C, older files are untouched. Files of others are never replaced.
+    After an error, or Ctrl-C, older files are untouched. Files of other programs are never replaced.
 
     Raises:
         ValueError: a file in `folder` has the name of a new one, and `writer` has not made it.
@@ -58,7 +59,7 @@ def together(folder: Path) -> Iterator[Path]:
 
 
 def writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """A writer of a file that a later call may replace."""
+    """Make a writer of a file that a later call may replace."""
     return pq.ParquetWriter(path, schema.with_metadata({**(schema.metadata or {}), **MARK}), compression="zstd")
 
 

@@ -32,7 +32,7 @@ class Ranges:
     max_target: int = 99
 
     def check(self, counts: tuple[int, ...]) -> None:
-        """Raises ValueError, naming the option, for ranges that cannot hold a puzzle."""
+        """Raise ValueError, naming the option, for ranges that cannot hold a puzzle."""
         pairs = {"number": (self.min_number, self.max_number), "target": (self.min_target, self.max_target)}
         for name, (low, high) in pairs.items():
             if not 1 <= low <= high:
@@ -43,7 +43,7 @@ class Ranges:
 
 
 class Puzzle(NamedTuple):
-    """`solution` is an expression such as `(25 - 7) * 3`, `steps` the same as `25 - 7 = 18, 18 * 3 = 54`."""
+    """A puzzle. `solution` is an expression such as `(25 - 7) * 3`, `steps` the same as `25 - 7 = 18, 18 * 3 = 54`."""
 
     numbers: tuple[int, ...]
     target: int
@@ -61,7 +61,7 @@ class Expression(NamedTuple):
 
 
 class Expressions:
-    """Every expression over `count` numbers, up to the order of operands: 4, 48, 960, 26,880 for 2 to 5 numbers."""
+    """All expressions over `count` numbers, up to the order of operands: 4, 48, 960, 26,880 for 2 to 5 numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -73,16 +73,16 @@ class Expressions:
             if mask in self.sizes:
                 continue
             lowest = mask & -mask
-            # The lowest place always stands left, so that each unordered pair of parts occurs once.
+            # The lowest place is always in the left part, so that each unordered pair of parts occurs once.
             lefts = [part for part in range(1, mask) if part & mask == part and part & lowest]
             self.splits[mask] = [(part, mask ^ part, self.sizes[part], self.sizes[mask ^ part]) for part in lefts]
             self.sizes[mask] = sum(len(OPERATORS) * a * b for _, _, a, b in self.splits[mask])
         self.size = self.sizes[self.all]
 
     def values(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [sets, size] values of all expressions over `numbers`, int64 [sets, count].
+        """Compute int64 [sets, size] values of all expressions over `numbers`, int64 [sets, count].
 
-        A value is 0 where a step gives no positive whole number.
+        A value is 0 if a step does not give a positive whole number.
         """
         known = {1 << place: numbers[:, place : place + 1] for place in range(self.count)}
         for mask, splits in self.splits.items():
@@ -98,7 +98,7 @@ class Expressions:
         return known[self.all]
 
     def expression(self, numbers: tuple[int, ...], column: int, mask: int | None = None) -> Expression:
-        """The expression behind a column of `values`, larger operand first."""
+        """Return the expression of a column of `values`, larger operand first."""
         mask = self.all if mask is None else mask
         if mask not in self.splits:
             value = numbers[mask.bit_length() - 1]
@@ -122,7 +122,7 @@ class Expressions:
 
 
 def permute(index: int, size: int, keys: list[int]) -> int:
-    """Where a seeded permutation of `range(size)` sends `index`: a Feistel network, walked until it lands inside."""
+    """Apply a seeded permutation of `range(size)` to `index`: a Feistel network, walked until it lands inside."""
     half = ((size - 1).bit_length() + 1) // 2
     low = (1 << half) - 1
     while True:
@@ -137,7 +137,8 @@ def permute(index: int, size: int, keys: list[int]) -> int:
 
 
 def number_set(rank: int, count: int, min_number: int, max_number: int) -> tuple[int, ...]:
-    """The multiset of `count` numbers with this rank, ascending (combinatorial number system, repeats allowed)."""
+    """Return the multiset of `count` numbers with this rank, ascending (combinatorial number system, repeats
+    allowed)."""
     numbers = []
     top = max_number - min_number + count
     for place in range(count, 0, -1):
@@ -152,7 +153,7 @@ def number_set(rank: int, count: int, min_number: int, max_number: int) -> tuple
 
 
 def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
-    """All puzzles of `count` numbers, each once; ends when the ranges hold no more or hardly any."""
+    """Yield all puzzles of `count` numbers, each once; ends if the ranges hold no more or hardly any."""
     sets = math.comb(ranges.max_number - ranges.min_number + count, count)
     expressions = Expressions(count)
     batch = max(1, min(BATCH, BATCH_VALUES // expressions.size))
@@ -189,7 +190,7 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
 
 
 def puzzles(counts: tuple[int, ...], shares: tuple[float, ...], ranges: Ranges, seed: int) -> Iterator[Puzzle]:
-    """A stream of puzzles of several sizes, each puzzle's size drawn by `shares`.
+    """Yield puzzles of several sizes, each puzzle's size drawn by `shares`.
 
     Raises:
         ValueError: the ranges hold no more puzzles of a size that was drawn.

@@ -1,4 +1,4 @@
-"""Folders that Hugging Face `datasets` saved: their own index says which files hold the rows.
+"""Folders that Hugging Face `datasets` saved: their own index names the files with the rows.
 
 1. `DatasetDict.save_to_disk` writes `dataset_dict.json` with the names of the splits, each a folder of its own.
 2. `Dataset.save_to_disk` writes `state.json` with the names of the data files in their order.
@@ -15,12 +15,12 @@ from typing import Any
 
 
 def splits(folder: Path) -> dict[str, list[Path]] | None:
-    """The data files of each split by its name; None if `datasets` did not save the folder.
+    """Find the data files of each split by its name; None if `datasets` did not save the folder.
 
-    The split of a folder with a single data set is called as the folder.
+    A single data set has a split with the name of its folder.
 
     Raises:
-        ValueError: The index cannot be read, or names a file that does not exist.
+        ValueError: the index cannot be read, or names a file that does not exist.
     """
     if (index := _read(folder / "dataset_dict.json")) is not None:
         return {split: _data_files(folder / split) for split in _names(index, "splits", folder)}
@@ -47,7 +47,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _names(index: dict[str, Any], key: str, folder: Path) -> list[str]:
-    """Names of files or folders in an index, which may not lead out of its folder."""
+    """Return the names of files or folders in an index. Raises ValueError for names outside its folder."""
     entries = index.get(key)
     names = [str(entry.get("filename", "") if isinstance(entry, dict) else entry) for entry in entries or []]
     if not names or not all(name.strip(".") and name == Path(name).name for name in names):
@@ -64,7 +64,7 @@ def _cached(folder: Path, split: str, arrows: list[Path]) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The object in a file of JSON; None if the file does not exist."""
+    """Read the object in a file of JSON; None if the file does not exist."""
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

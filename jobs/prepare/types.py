@@ -1,7 +1,7 @@
-"""Arrow types of JSON values: a type only if every value comes back from it as it was, else `JSON`.
+"""Arrow types of JSON values: a type only if every value comes back from it unchanged, else `JSON`.
 
 An Arrow struct gives each row the keys of all rows, an Arrow list of numbers has one kind of number, and the readers of
-prompts take a null inside a struct for a key that the row lacks. A value for which this is a loss is kept as JSON.
+prompts take a null inside a struct for a key that the row lacks. A value that would lose information is kept as JSON.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ SCALARS = {type(None): pa.null(), bool: pa.bool_(), float: pa.float64(), str: pa
 
 
 def type_of(value: Any, depth: int = 0) -> pa.DataType:
-    """The Arrow type that holds a value of JSON exactly, or `JSON` if there is none."""
+    """Return the Arrow type that holds a value of JSON exactly, or `JSON` if none does."""
     if isinstance(value, int) and not isinstance(value, bool):
         return pa.int64() if value in INT64 else JSON
     if not isinstance(value, (list, dict)):
@@ -36,7 +36,7 @@ def type_of(value: Any, depth: int = 0) -> pa.DataType:
 
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds the values of both types exactly, or `JSON` if there is none."""
+    """Return the type that holds the values of both types exactly, or `JSON` if none does."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from jobs.verl.devices import all_gpus, devices, engines, offload, sequences
 from jobs.verl.episodes import episodes
 from jobs.verl.state import State
-from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config.scoring import TRAIN_WORKERS
 from pipeline.config.trainer import LOGGERS
-from pipeline.plan.check_algorithm import POLICY_LOSSES
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
@@ -28,21 +27,13 @@ def words(state: State) -> None:
     mode = state.get("actor.policy_loss.loss_mode").replace("-", "_")
     state.set("actor.policy_loss.loss_mode", "vanilla" if mode == "bypass_mode" else mode)
     for ours, known in (
-        ("algorithm.adv_estimator", _is_estimator(estimator)),
+        ("algorithm.adv_estimator", estimator in ESTIMATORS),
         ("actor.policy_loss.loss_mode", state.get("actor.policy_loss.loss_mode") in POLICY_LOSSES),
     ):
         if not known:
             state.drop(ours)
             key = ours.replace("actor.", f"{_ACTOR}.")
             state.leave(key, "there is none of this name; see docs/extending.md for one of your own", cannot=True)
-
-
-def _is_estimator(name: str) -> bool:
-    try:
-        # An import path in a script is not followed: it would be imported.
-        return ":" not in name and bool(get_adv_estimator(name))
-    except ValueError:
-        return False
 
 
 def adapters(state: State) -> None:

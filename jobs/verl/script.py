@@ -8,6 +8,8 @@
 3. Slipstream runs on NVIDIA GPUs and CPUs, so `python3 -c 'import torch_npu'` fails.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import os
@@ -15,11 +17,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-from tree_sitter import Node
+from typing import TYPE_CHECKING
 
 from jobs.verl.status import COMPARISONS, Status, both, either, opposite
 from jobs.verl.words import ScriptError, Words, file_name, source_of
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 _IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", ":", "true", "exec")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")

@@ -4,18 +4,21 @@ A value is text, or a list of texts for an array. A piece that cannot be known s
 a number, `\\ue001`), which assignments pass on, until `shown` and `why` turn it into its source and a reason.
 """
 
+from __future__ import annotations
+
+import functools
 import re
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import tree_sitter_bash
-from tree_sitter import Language, Node, Parser
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
 
 MAX_TEXT = 1 << 16
 """Longest value in characters; variables that double each other would fill the memory."""
 
 Value = str | list[str]
 
-_BASH = Parser(Language(tree_sitter_bash.language()))
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|\$\([^)]*\)")
 _FILES_OR_BRACES = re.compile(r"[^=]*[*?]|.*\{[^{}\s]*(,|\.\.)[^{}\s]*\}")
@@ -29,6 +32,19 @@ _PLAIN = ("word", "number", "variable_name", "extglob_pattern", "regex")
 
 class ScriptError(ValueError):
     """A script that cannot be read for certain. The message names the line."""
+
+
+@functools.cache
+def _bash() -> Parser:
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ImportError as error:
+        raise ScriptError(
+            f"reading a script needs the extra verl of slipstream-rl ({error}): pip install tree-sitter "
+            "tree-sitter-bash==0.25.1"
+        ) from None
+    return Parser(Language(tree_sitter_bash.language()))
 
 
 def source_of(node: Node) -> str:
@@ -56,7 +72,7 @@ class Words:
             ScriptError: it is not bash.
         """
         try:
-            return self._checked(_BASH.parse(text.encode()).root_node)
+            return self._checked(_bash().parse(text.encode()).root_node)
         except ScriptError:
             if (root := _mended(text.encode())) is None:
                 raise
@@ -333,7 +349,7 @@ def _mended(text: bytes) -> Node | None:
     It misreads arithmetic with brackets in a default, as in `${A:-$(((B + C) * 2))}`, and `A=$B/$C/$D`.
     """
     new = _MISREAD.sub(lambda match: b'"%b"' % match[1] if match[1] else b"${%b}" % (match[2] or match[3]), text)
-    root = _BASH.parse(new).root_node
+    root = _bash().parse(new).root_node
     for count, match in enumerate(_MISREAD.finditer(text)):
         place = match.start() + 2 * count
         node = root.descendant_for_byte_range(place, place + 1)

@@ -1,5 +1,5 @@
-"""All advantage estimators. Importing this module registers the built-in ones."""
+"""Everything that an estimator of a user's own needs, and the look-up of estimators by name."""
 
 # ruff: noqa: F401
-from pipeline.advantage import outcome, returns, token_baseline, turns
-from pipeline.advantage.registry import NEEDS, Estimate, Estimator, EstimatorInput, get_adv_estimator, register_adv_est
+from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
+from pipeline.catalogue import NEEDS, Estimator, get_adv_estimator

@@ -9,13 +9,12 @@ the advantages.
 
 import numpy as np
 
-from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
+from pipeline.advantage.registry import Estimate, EstimatorInput
 from pipeline.advantage.sequences import trained_offsets
 from pipeline.advantage.statistics import STD_EPS, deviations, group_sizes, group_std, normalised, whiten
 from pipeline.config.algorithm import AlgorithmConfig
 
 
-@register_adv_est("grpo", scope="group")
 def grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Group relative advantages (Shao et al. 2024, section 4.1.2): A = (R - mean) / (std + 1e-6).
 
@@ -24,7 +23,6 @@ def grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, normalised(data.rewards, data.group, config.norm_adv_by_std_in_grpo))
 
 
-@register_adv_est("gdpo", scope="batch", needs=("parts",))
 def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Decoupled normalisation of several rewards (GDPO, Liu et al. 2026): A = whiten(sum over keys k of w_k A_k).
 
@@ -62,7 +60,6 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _whitened(data, rows)
 
 
-@register_adv_est("grpo_passk", scope="group")
 def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Advantages for the best of n (Tang et al. 2025): A = (R_max - R_2nd) / (std + 1e-6) for the best row, else 0.
 
@@ -81,7 +78,6 @@ def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, rows)
 
 
-@register_adv_est("online_dpo", scope="group")
 def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Choose the pair of a group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the best response, -1
     for the worst, 0 for the others.
@@ -97,14 +93,12 @@ def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, rows)
 
 
-@register_adv_est("rloo", scope="group")
 def rloo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Leave-one-out (Ahmadian et al. 2024): A = R - mean of the others' R = n / (n - 1) * (R - mean)."""
     size = group_sizes(data.group)[data.group]
     return _of_rows(data, deviations(data.rewards, data.group) * size / np.maximum(size - 1, 1))
 
 
-@register_adv_est("opo", scope="group")
 def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Optimal reward baseline (Hao et al. 2025): A = R - sum(len * R) / sum(len), len counting trained tokens.
 
@@ -118,7 +112,6 @@ def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, differences - baseline[data.group])
 
 
-@register_adv_est("gpg", scope="batch")
 def gpg(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Group policy gradient (Chu et al. 2025): A = alpha * (R - mean) / f_norm, alpha = rows / rows with R not 0.
 
@@ -129,7 +122,6 @@ def gpg(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, alpha * deviations(data.rewards, data.group) / config.f_norm)
 
 
-@register_adv_est("reinforce_plus_plus_baseline", scope="batch")
 def reinforce_plus_plus_baseline(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """REINFORCE++ with a group baseline (Hu et al. 2025): A = whiten(R - mean) over the trained tokens of the batch."""
     return _whitened(data, deviations(data.rewards, data.group))

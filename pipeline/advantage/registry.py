@@ -1,8 +1,8 @@
 """Advantage estimators: pure functions from rewards to one advantage per response token.
 
-An estimator is `f(data: EstimatorInput, config: AlgorithmConfig) -> Estimate` under
-`@register_adv_est("name", scope=...)`. Its scope is the rows that it must see at once: `group`, the samples of one
-prompt, or `batch`, all rows of an iteration. It `needs`, beyond rewards, any of:
+An estimator is `f(data: EstimatorInput, config: AlgorithmConfig) -> Estimate`. A built-in one has an entry with its
+facts in `pipeline/catalogue.py`; a user's own states them in `@register_adv_est("name", scope=...)`. It `needs`, beyond
+rewards, any of:
 
 - `values`: a critic, and the stage that evaluates it;
 - `baselines`: a greedy response to every prompt, generated and scored with its group;
@@ -15,11 +15,13 @@ Rows whose reward failed never reach an estimator.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from pipeline.catalogue import ESTIMATORS, Estimator
 from pipeline.config.algorithm import AlgorithmConfig
-from pipeline.registry import look_up, register
+from pipeline.registry import register
 
 
 @dataclass(frozen=True)
@@ -75,49 +77,17 @@ class Estimate:
 AdvantageFunction = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """A registered estimator."""
+def register_adv_est(name: str, **facts: Any) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Return a decorator that makes an estimator of yours known as `algorithm.adv_estimator=name`.
 
-    name: str
-    scope: str
-    """`group` or `batch`."""
-    function: AdvantageFunction
-    needs: tuple[str, ...] = ()
-    """Members of `NEEDS`: the inputs that it reads beyond rewards."""
+    `facts` are the fields of `catalogue.Estimator`.
 
-
-NEEDS = ("values", "baselines", "sum_pi_squared", "parts")
-
-_ESTIMATORS: dict[str, Estimator] = {}
-
-
-def register_adv_est(
-    name: str, scope: str = "group", needs: tuple[str, ...] = ()
-) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Return a decorator that makes an estimator known as `algorithm.adv_estimator=name`.
-
-    Raises ValueError for an unknown scope or need, or if the name belongs to another function.
+    Raises ValueError for an unknown scope or need, or if the name belongs to another function; TypeError for an unknown
+    fact.
     """
-    if scope not in ("group", "batch"):
-        raise ValueError(f"the scope of estimator {name!r} is {scope!r}; it must be 'group' or 'batch'")
-    if unknown := set(needs) - set(NEEDS):
-        raise ValueError(f"estimator {name!r} needs {sorted(unknown)}; it may need {', '.join(NEEDS)}")
 
     def decorate(function: AdvantageFunction) -> AdvantageFunction:
-        register("advantage estimator", _ESTIMATORS, name, Estimator(name, scope, function, tuple(needs)))
+        register("advantage estimator", ESTIMATORS, Estimator(name, function, **facts))
         return function
 
     return decorate
-
-
-def get_adv_estimator(name: str) -> Estimator:
-    """Return the estimator of `algorithm.adv_estimator`: a registered name or a path `package.module:function`.
-
-    A function that is not registered has scope `group`.
-
-    Raises ValueError as `look_up` does.
-    """
-    return look_up(
-        "algorithm.adv_estimator", name, _ESTIMATORS, lambda path, function: Estimator(path, "group", function)
-    )

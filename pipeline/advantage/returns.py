@@ -10,13 +10,12 @@ by V of the next context's first token, which has another prompt.
 
 import numpy as np
 
-from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
+from pipeline.advantage.registry import Estimate, EstimatorInput
 from pipeline.advantage.sequences import discounted, spread, trained_offsets
 from pipeline.advantage.statistics import whiten
 from pipeline.config.algorithm import AlgorithmConfig
 
 
-@register_adv_est("gae", scope="batch", needs=("values",))
 def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation (Schulman et al. 2016, equation 16): A_t = delta_t + gamma_t lam A_(t + 1).
 
@@ -34,7 +33,6 @@ def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return Estimate(whiten(spread(advantages, data.mask), data.mask), spread(advantages + values, data.mask))
 
 
-@register_adv_est("reinforce_plus_plus", scope="batch")
 def reinforce_plus_plus(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """REINFORCE++ (Hu et al. 2025): A_t = whiten(G_t), G_t = r_t + gamma_t G_(t + 1).
 
@@ -45,7 +43,6 @@ def reinforce_plus_plus(data: EstimatorInput, config: AlgorithmConfig) -> Estima
     return Estimate(whiten(returns, data.mask), returns)
 
 
-@register_adv_est("remax", scope="group", needs=("baselines",))
 def remax(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """ReMax (Li et al. 2023): A_t = G_t - b, G_t = r_t + gamma_t G_(t + 1), b the prompt's greedy response's score.
 

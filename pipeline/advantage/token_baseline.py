@@ -18,19 +18,17 @@ position, A_t is exactly 0. The returns are G_t; both are 0 if the mask is false
 
 import numpy as np
 
-from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
+from pipeline.advantage.registry import Estimate, EstimatorInput
 from pipeline.advantage.sequences import cumulative, discounted, trained_offsets
 from pipeline.config.algorithm import AlgorithmConfig
 
 
-@register_adv_est("optimal_token_baseline", scope="group", needs=("sum_pi_squared",))
 def optimal_token_baseline(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Apply the module's formula; positions count all tokens of the response, tokens of tools included."""
     position = np.arange(len(data.mask)) - np.repeat(data.offsets[:-1], data.lengths)
     return _estimate(data, position[data.mask], config.handle_zero_tail)
 
 
-@register_adv_est("tir_optimal_token_baseline", scope="group", needs=("sum_pi_squared",))
 def tir_optimal_token_baseline(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Apply the module's formula; positions count trained tokens, so that the length of tool answers has no effect."""
     offsets = trained_offsets(data.mask, data.offsets)

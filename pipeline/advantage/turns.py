@@ -17,13 +17,12 @@ returns, have advantages of exactly 0; in rows of one turn this is `grpo`. The r
 
 import numpy as np
 
-from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
+from pipeline.advantage.registry import Estimate, EstimatorInput
 from pipeline.advantage.sequences import spread
 from pipeline.advantage.statistics import normalised
 from pipeline.config.algorithm import AlgorithmConfig
 
 
-@register_adv_est("turn_grpo", scope="group")
 def turn_grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Apply the module's formula; with `norm_adv_by_std_in_grpo=false` A_k = G_k - mean."""
     rows = np.repeat(np.arange(len(data.rewards)), data.lengths)[data.mask]

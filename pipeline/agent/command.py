@@ -11,24 +11,19 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 LINE = 1 << 16
 """Most bytes of the last line that are read."""
-Start = Callable[[list[str], dict[str, str], tuple[int, int], tuple[int, ...]], int]
-"""A function that starts a command and returns its process id. It takes program and arguments, further environment
-variables, the descriptors of standard output and error, and descriptors that the command must not have."""
 
 
-def run(command: list[str], row: dict[str, Any], variables: dict[str, str], start: Start) -> dict[str, Any]:
+def run(command: list[str], row: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """Run a command to its end.
 
     Args:
         command: program and arguments.
         row: row of the episode.
         variables: environment variables in addition to this process's variables.
-        start: function that starts the command.
 
     Returns:
         `result`, the JSON object in the last line that the command printed; `failed`, a sentence, if the command did
@@ -40,7 +35,7 @@ def run(command: list[str], row: dict[str, Any], variables: dict[str, str], star
     variables = {**variables, "SLIPSTREAM_ROW": f"/proc/{os.getpid()}/fd/{given}"}
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     try:
-        process = start(command, variables, (out_end, err_end), (given, out, err))
+        process = _start(command, variables, (out_end, err_end))
     except OSError as error:
         return {"failed": f"agent.command: {command[0]} cannot be started ({error.strerror})"}
     for descriptor in (out_end, err_end):
@@ -58,8 +53,8 @@ def run(command: list[str], row: dict[str, Any], variables: dict[str, str], star
     return {"result": result} if isinstance(result, dict) else {}
 
 
-def fresh(command: list[str], variables: dict[str, str], outputs: tuple[int, int], _: tuple[int, ...]) -> int:
-    """Start a program (`Start`)."""
+def _start(command: list[str], variables: dict[str, str], outputs: tuple[int, int]) -> int:
+    """Start a program with these descriptors as standard output and error; its process id."""
     out, err = outputs
     environment = {**os.environ, **variables}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)

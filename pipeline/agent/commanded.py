@@ -1,13 +1,14 @@
-"""Commands that drive episodes, on the run's side: each sends its requests to a path of the endpoint."""
+"""Commands, and programs with a client, that drive episodes, on the run's side: each uses a path of the endpoint."""
 
 import asyncio
 from typing import Any
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.errors import CommandFailed
 from pipeline.agent.questions import Chat
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import CommandFailed, Session
+from pipeline.agent.session import Session
 
 
 class Command:

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.context import Context
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import TOKEN, Language
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
 from pipeline.generation import Generation

@@ -4,9 +4,9 @@ from typing import Any, Protocol
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.conversation import Conversation
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.questions import Chat
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import EpisodeFailed
 
 
 class Program(Protocol):

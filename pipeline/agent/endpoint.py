@@ -1,5 +1,5 @@
 """OpenAI's chat completions and Anthropic's messages on 127.0.0.1, for programs that know nothing of this project
-(`agent.command`).
+(`agent.command`, and `agent.program` with a client of its own).
 
 Each episode has a path of its own that cannot be guessed; it answers 410 when the episode has ended. The answers come
 from `Conversation.chat`, so that tokens are recorded as they were sampled. The endpoint refuses a setting that it

@@ -10,9 +10,9 @@ from typing import Any
 from pipeline.agent.context import Context
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
+from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.forms import joined
 from pipeline.agent.language import Language
-from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 

@@ -29,8 +29,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load, preload
-from pipeline.agent.replies import LATE, Replies, children
+from pipeline.agent import frames, load, own_process
+from pipeline.agent.replies import LATE, THREAD_S, Replies, children
 
 MEMORY = 4 << 30
 """Memory limit of an episode process, on top of the memory after import (bytes)."""
@@ -46,19 +46,18 @@ if sys.version_info < (3, 9):
 import importlib.util, json, os, types
 descriptor = int(sys.argv[2])
 settings = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode())
-settings["code"]["path"] = [entry for entry in sys.path if entry]
 if settings["path"]:
     sys.path[:] = settings["path"]
 else:
     sys.modules["pipeline"] = package = types.ModuleType("pipeline")
     package.__path__ = []
-    for name in ("pipeline.agent", "pipeline.reward.sandbox.inside"):
+    for name in ("pipeline.imports", "pipeline.agent", "pipeline.reward.sandbox.inside"):
         folder = settings["package"] + name[len("pipeline"):].replace(".", "/")
         spec = importlib.util.spec_from_file_location(
             name, folder + "/__init__.py", submodule_search_locations=[folder])
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    package.agent = sys.modules["pipeline.agent"]
+    package.agent, package.imports = sys.modules["pipeline.agent"], sys.modules["pipeline.imports"]
 from pipeline.agent import host
 getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
@@ -93,7 +92,7 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
         Zygote(settings, given, socket.socket(fileno=control)).serve()
     for descriptor in (given, control):
         os.close(descriptor)
-    silence(1, 2)
+    own_process.silence(1, 2)
     poll = select.poll()
     poll.register(life, select.POLLIN)
     poll.register(wake[0], select.POLLIN)
@@ -155,12 +154,12 @@ class Zygote:
         if refused:
             self._send({"refused": refused})
             os._exit(0)
-        self._alone = preload.is_alone()
+        self._alone = _is_alone()
         self._own = set(children())  # processes that the imports of the user's files started
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
-        silence(1, 2)
+        own_process.silence(1, 2)
         if "numpy" in sys.modules:
             # numpy imports it at its first use, so each episode would import it (`replies.py`).
             importlib.import_module("numpy.random")
@@ -175,6 +174,7 @@ class Zygote:
                 "tools": [tool.schema for tool in tools],
                 "timeouts": {tool.name: tool.timeout_s for tool in tools},
                 "forks": self._alone,
+                "client": self._code.client,
             }
         )
 
@@ -297,22 +297,19 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
     if hard != resource.RLIM_INFINITY:
         memory = min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    first_to_go()
+    own_process.first_to_go()
     Replies(connection, code).serve()
     os._exit(0)
 
 
-def first_to_go() -> None:
-    """Make the kernel end this process first, and not the engine, if the machine runs out of memory."""
-    name = "/proc/self/oom_score_adj"
-    place = os.open(name, os.O_RDONLY)
-    done = os.read(place, 16) == b"1000\n"
-    os.close(place)
-    # In isolation the file has been written by now, and cannot be written again.
-    if not done:
-        place = os.open(name, os.O_WRONLY)
-        os.write(place, b"1000")
-        os.close(place)
+def _is_alone() -> bool:
+    """Return whether this process has one thread."""
+    deadline = time.monotonic() + THREAD_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _memory_limit() -> int:
@@ -347,11 +344,3 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
     except ProcessLookupError:
         return
-
-
-def silence(*descriptors: int) -> None:
-    """Point these descriptors at `/dev/null`."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(nothing, descriptor)
-    os.close(nothing)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Content, EpisodeOver
 from pipeline.agent.chats import MAX_CHATS
+from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.processes import Processes
 from pipeline.agent.questions import Send
-from pipeline.agent.session import EpisodeFailed, EpisodeLost, PolicyMistake, Session
+from pipeline.agent.session import Session
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 from pipeline.config.trainer import TrainerConfig

@@ -18,7 +18,7 @@ import resource
 import sys
 from typing import Any
 
-from pipeline.agent import host, load
+from pipeline.agent import load, own_process
 from pipeline.reward.sandbox.inside import limits, namespaces
 
 TEMP = 1 << 30
@@ -44,11 +44,11 @@ def enter(settings: dict[str, Any]) -> None:
     folders = shown(settings)
     try:
         # This is possible neither without privileges nor inside.
-        host.first_to_go()
+        own_process.first_to_go()
         os.umask(0o022)
         uid = namespaces.enter([(folder, folder) for folder in folders], TEMP, os.getcwd())
         # The owner of a file that was opened outside can change its mode.
-        host.silence(0, 1)
+        own_process.silence(0, 1)
         if uid is not None:
             limits.change_user(uid)
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]

@@ -6,12 +6,9 @@ This module needs Python 3.9 and nothing but the standard library; it runs in en
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 import importlib.util
 import inspect
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -21,9 +18,9 @@ from functools import partial
 from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pipeline import imports
 from pipeline.agent import Environment, verl
 from pipeline.agent.frames import cut, text_of
-from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import mark_of, schema_of
 
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from pipeline.agent.mcp_client import Server
 
 MAX_ERROR = 1000  # characters
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass
@@ -65,11 +61,11 @@ class Code:
     servers: list[Server] = field(default_factory=list)
     """MCP servers; each episode connects to them."""
     program: Callable[..., Any] | None = None
-    """The program that drives an episode: `async def run(row, chat)`."""
+    """The program that drives an episode: `async def run(row, chat)`, or `def run(row)`."""
+    client: bool = False
+    """True if the program is `def run(row)`, with a client that reads OPENAI_BASE_URL or similar variables."""
     command: list[str] = field(default_factory=list)
     """The command that drives an episode: program and arguments."""
-    preloaded: bool = False
-    """True if the command runs as a fork (`preload.py`)."""
     folders: list[str] = field(default_factory=list)
     """Folders of the user's files; an error names the deepest line in them."""
 
@@ -107,15 +103,12 @@ def load(
     tools: list[str],
     program: str | None = None,
     command: Sequence[str] = (),
-    preload: Sequence[str] = (),
     within_s: float = 60.0,
-    path: Sequence[str] = (),
 ) -> Code:
     """Import the user's code, and check the servers, by the settings of the same names in the section `agent`.
 
     Args:
         within_s: seconds in which each server must answer.
-        path: `sys.path` of an interpreter that has no script.
 
     Raises:
         ValueError: something does not load, does not answer, or is not an environment, tool, program or command; the
@@ -140,8 +133,6 @@ def load(
         code.program = _program(code, program)
     if command:
         code.command = _command(command)
-    if preload:
-        _preload(code, preload, path)
     return code
 
 
@@ -154,31 +145,28 @@ def _command(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
-def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
-    """Import the modules that the script of the command will import."""
-    script = code.command[1]
-    if not os.path.isfile(script):
-        what = "is not a file" if os.path.exists(script) else "does not exist"
-        raise ValueError(f"agent.command names the script {script}, which {what}; name one that exists")
-    prepare(script, path)
-    code.folders.append(sys.path[0])
-    for name in modules:
-        _imported(code, "agent.preload", name, name, None)
-        if not is_alone():
-            raise ValueError(f"agent.preload: importing {name} starts threads, which a fork would lose; leave it out")
-    write_out()
-    code.preloaded = True
-
-
 def _program(code: Code, spec: str) -> Callable[..., Any]:
     made = _named(code, "agent.program", spec)
-    if not inspect.iscoroutinefunction(made):
-        raise ValueError(f"agent.program is {spec}, which is no coroutine function; write async def run(row, chat)")
-    try:
-        inspect.signature(made).bind("row", "chat")
-    except TypeError as error:
-        raise ValueError(f"agent.program is {spec}, which cannot be called with (row, chat): {error}") from None
+    if not callable(made):
+        raise ValueError(f"agent.program is {spec}, which is no function; write async def run(row, chat)")
+    if not _takes(made, "row", "chat"):
+        code.client = _takes(made, "row")
+        if not code.client:
+            raise ValueError(f"agent.program is {spec}, which can be called neither with (row, chat) nor with (row)")
+    elif not inspect.iscoroutinefunction(made):
+        raise ValueError(
+            f"agent.program is {spec}, which is no coroutine function; write async def run(row, chat), or def run(row) "
+            "with a client of its own"
+        )
     return made
+
+
+def _takes(function: Callable[..., Any], *arguments: str) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
@@ -254,14 +242,17 @@ def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
 
 
 def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
-    return f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error})"
+    return (
+        f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error}); "
+        "the extra agents of slipstream-rl has it"
+    )
 
 
 def _tools(code: Code, key: str, spec: str) -> list[Tool]:
     """Load the tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
     if spec.endswith((".yaml", ".yml")):
         return _tools_of_verl(code, key, spec)
-    path, _, name = _split(spec)
+    path, name = imports.split(spec)
     if name:
         named = _named(code, key, spec)
         return [_tool_of_verl(key, named, {}, None) if verl.is_tool(named) else _tool(key, named)]
@@ -316,7 +307,7 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
 
 def _named(code: Code, key: str, spec: str) -> Any:
     """Load the object that `module:Name` or `/path/file.py:Name` stands for."""
-    path, _, name = _split(spec)
+    path, name = imports.split(spec)
     if not name:
         raise ValueError(f"{key} is {spec}, which names no class or function; write {spec}:NAME")
     module = _module(code, key, path)
@@ -328,7 +319,7 @@ def _named(code: Code, key: str, spec: str) -> Any:
 
 def folders(environment: str | None, tools: list[str], program: str | None = None, **_: Any) -> list[str]:
     """Find the folders of the files that the settings of these names stand for, without importing them."""
-    specs = [_split(spec)[0] for spec in (environment, program) if spec is not None]
+    specs = [imports.split(spec)[0] for spec in (environment, program) if spec is not None]
     for spec in tools:
         if spec.endswith((".yaml", ".yml")):
             specs.append(spec)
@@ -336,7 +327,7 @@ def folders(environment: str | None, tools: list[str], program: str | None = Non
             with contextlib.suppress(ValueError):
                 specs += [entry["class_name"] for entry in verl.entries(spec)]
         else:
-            specs.append(_split(spec)[0])
+            specs.append(imports.split(spec)[0])
     return [folder for path in specs for folder in _folders(path)]
 
 
@@ -354,41 +345,20 @@ def _folders(path: str) -> Sequence[str]:
     return [os.path.dirname(str(spec.origin))] if spec.has_location else []
 
 
-def _split(spec: str) -> tuple[str, str, str]:
-    path, colon, name = spec.rpartition(":")
-    return (path, colon, name) if colon else (spec, "", "")
-
-
 def _module(code: Code, key: str, path: str) -> ModuleType:
     """Import the module of a file or of a dotted name, once."""
     file = os.path.abspath(os.path.expanduser(path))
-    if not path.endswith(".py") and _MODULE.fullmatch(path):
-        name, spec = path, None
-    elif path.endswith(".py") and os.path.isfile(file):
-        # Two files of one name are two modules; if several settings name one file, it is loaded once.
-        name = f"agent_{os.path.basename(file)[:-3]}_{hashlib.blake2b(file.encode(), digest_size=4).hexdigest()}"
-        spec = importlib.util.spec_from_file_location(name, file)
+    if imports.is_file(path):
         code.folders.append(os.path.dirname(file))
         # The file can import modules in its folder.
         if os.path.dirname(file) not in sys.path:
             sys.path.append(os.path.dirname(file))
-    else:
-        missing = not os.path.exists(file) and (path.endswith(".py") or "/" in path)
-        what = f"does not exist (no {file})" if missing else "is neither a Python file (.py) nor a module"
-        raise ValueError(f"{key} is {path}, which {what}; name one that exists")
-    module = sys.modules.get(name) or _imported(code, key, path, name, spec)
+    try:
+        module = imports.load(path)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} is {path}, which {error}") from error
+    # A module may raise anything as it is loaded.
+    except BaseException as error:
+        raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error
     code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))
     return module
-
-
-def _imported(code: Code, key: str, path: str, name: str, spec: Any) -> ModuleType:
-    try:
-        if spec is None:
-            return importlib.import_module(name)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    # A module may raise anything during its import, `SystemExit` of a script included.
-    except BaseException as error:
-        sys.modules.pop(name, None)
-        raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error

@@ -21,7 +21,8 @@ import asyncio
 import itertools
 from typing import Any
 
-from pipeline.agent.session import EpisodeFailed, Session
+from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.session import Session
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 from pipeline.config.agent import AgentConfig
 

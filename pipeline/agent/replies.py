@@ -30,7 +30,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command, preload
+from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command
 from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
 from pipeline.agent.load import MAX_ERROR, Code
 
@@ -38,6 +38,7 @@ from pipeline.agent.load import MAX_ERROR, Code
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 MAX_ROLE = 40  # characters
+THREAD_S = 0.2  # seconds in which a thread that has ended is gone
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that requests the place of a process after its deadline."""
 
@@ -217,16 +218,24 @@ class Replies:
         return vars(returned(self._value(run()), "the program"))
 
     def _command(self, request: dict[str, Any]) -> dict[str, Any]:
-        start = partial(preload.fork, self._leave) if self._code.preloaded else command.fresh
-        printed = command.run(self._code.command, request["row"], request["variables"], start)
+        if self._code.client:
+            return self._client(request)
+        printed = command.run(self._code.command, request["row"], request["variables"])
         if "failed" in printed:
             return printed
         return vars(returned(printed.get("result"), "agent.command"))
 
-    def _leave(self) -> None:
-        """Close the connection, and restore the signal, in a fork that is not an episode's process."""
-        self._connection.close()
-        signal.signal(LATE, signal.SIG_DFL)
+    def _client(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call a program that finds the endpoint in the environment."""
+        assert self._code.program is not None
+        os.environ.update(request["variables"])
+        try:
+            result = self._value(self._code.program(request["row"]))
+        # The endpoint may have refused the client because the episode is over; the run knows.
+        except BaseException as error:  # noqa: BLE001
+            self._exit_code = _exit_code(error)
+            return {"failed": self._code.words(error)}
+        return vars(returned(result, "the program"))
 
     def _close(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._environment is not None:
@@ -246,7 +255,7 @@ class Replies:
         timer = any(
             signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         )
-        deadline = time.monotonic() + preload.THREAD_S
+        deadline = time.monotonic() + THREAD_S
         while not _alive() <= self._first:
             if time.monotonic() > deadline:
                 return False

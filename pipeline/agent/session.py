@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
+from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.replies import Returned, checked, checked_content, checked_result
 from pipeline.agent.schema import mistake, whole
@@ -25,28 +26,6 @@ PLACE = 300
 """Most characters of that report."""
 _READ = 1 << 16
 Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
-
-
-class EpisodeFailed(Exception):
-    """The environment, a tool or the program failed, and the row with it.
-
-    The message is the row's error, cut to `MAX_REASON`.
-    """
-
-    def __init__(self, words: str) -> None:
-        super().__init__(frames.cut(words, frames.MAX_REASON))
-
-
-class EpisodeLost(EpisodeFailed):
-    """The zygote or the host of the episode's process has ended, through no fault of the episode."""
-
-
-class CommandFailed(EpisodeFailed):
-    """The command that drives an episode ended with an error."""
-
-
-class PolicyMistake(Exception):
-    """A tool could not fulfil the model's call; the message is for the model."""
 
 
 class Session:
@@ -157,17 +136,17 @@ class Session:
         return self._checked(lambda: checked_result(Returned(**reply), "the program"))
 
     async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Returned:
-        """Run the command of the episode and return its result.
+        """Run the command of the episode, or its program with a client, and return the result.
 
         Args:
             row: row of the episode, as in `Processes.open`.
-            variables: further environment variables of the command.
+            variables: further environment variables of the command or the client.
 
         Raises:
-            CommandFailed: the command did not start, or ended with an exit code other than 0.
-            EpisodeFailed: the command printed a malformed result.
+            CommandFailed: the command did not start or ended with an exit code other than 0, or the program raised.
+            EpisodeFailed: the result is malformed.
         """
-        reply = await self._ask("command", "agent.command", None, row=row, variables=variables)
+        reply = await self._ask("command", "the program", None, row=row, variables=variables)
         if "failed" in reply:
             raise CommandFailed(str(reply["failed"]))
         return self._returned(reply)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.agent import Call, Content, Message, Observation
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.replies import MAX_PARTS
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 
 

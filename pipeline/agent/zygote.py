@@ -42,6 +42,8 @@ class Loaded:
     """True if an episode must be closed at its end."""
     forks: bool
     """True if processes are forked; otherwise each episode starts a fresh interpreter."""
+    client: bool = False
+    """True if the program has a client of its own (`Code.client`)."""
 
 
 class End(NamedTuple):
@@ -276,7 +278,6 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
-            "preload": config.preload,
             "within_s": config.open_timeout_s,
         },
     }

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.bounds import setting
 from pipeline.config.schema import expected
 
-CODE = ("environment", "kwargs", "tools", "program", "command", "preload")
+CODE = ("environment", "kwargs", "tools", "program", "command")
 """Keys of code that replies. An agent that has one of its own takes none of them from the section `agent`."""
 TOOL_AGENT, SINGLE_TURN = "tool_agent", "single_turn_agent"
 """Agents that verl's files name: the section `agent` itself, and a single answer."""
@@ -21,7 +21,7 @@ _KEY = re.compile(r"\bagent\.([a-z_]+)")
 class AgentConfig:
     """Episodes of several turns: the policy answers, an environment or tools reply, until the episode ends."""
 
-    environment: str | None = None
+    environment: str | None = setting(None, path="code")
     """Class that replies to answers: `my_game:HigherLower` or `/code/my_game.py:HigherLower`; or a server that does:
     `openenv:ws://localhost:8000`."""
 
@@ -29,21 +29,18 @@ class AgentConfig:
     """Keyword arguments of the environment's constructor; of an OpenEnv server `observation_field`, `action_field` and
     `reset_kwargs`."""
 
-    tools: list[str] = field(default_factory=list)
+    tools: list[str] = setting([], path="code")
     """Tools that the policy may call: `my_tools:calc`, `/code/my_tools.py` for all of a file, or `mcp: COMMAND or URL`
     for all of an MCP server."""
 
-    program: str | None = None
-    """Function that drives an episode itself, `async def run(row, chat)`: `my_program:run`."""
+    program: str | None = setting(None, path="code")
+    """Function that drives an episode itself: `my_program:run`. `async def run(row, chat)` asks by `chat`, and
+    `def run(row)` by an OpenAI or Anthropic client of its own."""
 
-    command: list[str] = field(default_factory=list)
+    command: list[str] = setting([], path="command")
     """Program that drives an episode itself, by an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` stands
     for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line, or
     `{"rewards": [0.5, 0.5]}`, one for each answer."""
-
-    preload: list[str] = field(default_factory=list)
-    """Modules that `agent.command=[python, my_agent.py]` imports, such as `[openai]`. They are imported once, and the
-    command of each episode is a fork of that process, not a new interpreter."""
 
     max_contexts: int = setting(1, at_least=1)
     """Conversations of one episode, each a sequence of tokens; a program may begin several."""
@@ -52,16 +49,17 @@ class AgentConfig:
     """Earlier answers as a later turn sees them: `keep` what was sampled, or what the chat `template` shows; where that
     differs (templates of reasoning models leave out thinking), the turn begins a new sequence of the row."""
 
-    python: str | None = None
+    python: str | None = setting(None, path="program")
     """Interpreter of environment processes; null takes the run's own."""
 
-    isolation: str = setting("none", choices=("none", "auto", "namespaces"))
-    """`namespaces` (of Linux) or `auto` (the same): environment processes have no network, and see no process and no
-    file of the run but their own code, the interpreter and the system's programs. A run whose isolation does not work
-    here is refused. `none`: they can do what the run can."""
+    isolation: str = setting("none", choices=("none", "namespaces"))
+    """`namespaces` (of Linux): environment processes have no network, and see no process and no file of the run but
+    their own code, the interpreter and the system's programs. A run whose isolation does not work here is refused.
+    `none`: they can do what the run can."""
 
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables of environment processes, beside `PATH`, `HOME`, `LANG` and `TMPDIR`."""
+    """Environment variables of environment processes, added to `PATH`, `HOME`, `LANG`, `LC_ALL`, `TMPDIR` and
+    `VIRTUAL_ENV` of the run."""
 
     max_turns: int = setting(8, at_least=1)
     """Answers of the policy in one episode."""
@@ -126,8 +124,8 @@ class AgentConfig:
 
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Agents that rows choose by the column `agent_name`: `agent.named.NAME.KEY=value`, with the keys of this section.
-    Those that are left out are this section's, but `environment`, `kwargs`, `tools`, `program`, `command` and `preload`
-    belong together: a name that has one of them takes none from here."""
+    Those that are left out are this section's, but `environment`, `kwargs`, `tools`, `program` and `command` belong
+    together: a name that has one of them takes none from here."""
 
     def agents(self) -> "dict[str | None, AgentConfig]":
         """The settings of each agent, by the name that rows choose it by; None: rows without one.
@@ -207,12 +205,6 @@ class AgentConfig:
         return self.reward or ("environment" if self.environment is not None or self.driven else "function")
 
     @property
-    def _is_script(self) -> bool:
-        """Whether the command is a Python script that `agent.python` runs."""
-        interpreter, script = [*self.command[:2], "", ""][:2]
-        return interpreter in ("python", self.python) and not script.startswith("-") and bool(script)
-
-    @property
     def _isolated(self) -> bool:
         return self.isolation != "none"
 
@@ -232,9 +224,6 @@ class AgentConfig:
             ),
             "{agent.command} drives the episodes itself, without agent.environment, agent.tools and agent.program; "
             "leave these out": self.command and (not alone or self.tools or self.program is not None),
-            "{agent.preload} needs agent.command=[python, SCRIPT.py, ...], whose first word is python or agent.python, "
-            "and its second no option; change the command, or leave agent.preload out": self.preload
-            and not self._is_script,
             "{agent.isolation} leaves environment processes without a network, which MCP servers, OpenEnv servers and "
             "agent.command need; set it to none": self._isolated
             and (self.command or any(str(spec).startswith(("mcp:", "openenv:")) for spec in self._specs)),

@@ -69,7 +69,7 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """How rewards become advantages, and how old a row may be."""
 
-    adv_estimator: str = "grpo"
+    adv_estimator: str = setting("grpo", path="code")
     """Name of the advantage estimator, or an import path `package.module:function`."""
 
     adv_estimator_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@
 section in its `problems` method, of several in `plan/checks.py`.
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config.renamed import VALUES
 from pipeline.config.schema import value_of
 
 _KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
@@ -68,9 +70,18 @@ FINITE = Bounds()
 """The bounds of a number without other bounds."""
 
 
-def setting(default: Any, **bounds: Any) -> Any:
-    """A dataclass field with a default value and `Bounds`."""
-    return field(default=default, metadata={"bounds": Bounds(**bounds)})
+def setting(default: Any, path: str | None = None, **bounds: Any) -> Any:
+    """A dataclass field with a default value and `Bounds`.
+
+    Args:
+        default: the value; a list or a mapping is copied for each instance.
+        path: the kind of path that the setting holds, a name in `places.KINDS`.
+        bounds: fields of `Bounds`.
+    """
+    metadata = ({"bounds": Bounds(**bounds)} if bounds else {}) | ({"path": path} if path else {})
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def bounds_of(owner: type, name: str) -> Bounds:
@@ -103,7 +114,9 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{key}={as_argument(value)} must be {len(item.default)} numbers"
         elif not bounds.allow(value):
             null = ", or null" if item.default is None and not bounds.choices else ""
-            yield f"{key}={as_argument(value)} must be {bounds.words()}{null}"
+            _, removed = VALUES.get(key, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
+            why = f"; {value} was removed: {removed}" if removed else ""
+            yield f"{key}={as_argument(value)} must be {bounds.words()}{null}{why}"
 
 
 def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from yaml import YAMLError
 from pipeline.config import mappings
 from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
+from pipeline.config.renamed import FORGOTTEN, VALUES
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
@@ -301,7 +302,8 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def load_yaml(path: str | Path, schema: type[T]) -> T:
-    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults.
+    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults. Removed keys
+    (`FORGOTTEN`) are left out, and removed values (`VALUES`) replaced.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -313,6 +315,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         content = OmegaConf.load(path)
         if not content:
             raise ConfigError(f"{path} is empty")
+        _replace_removed(content)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
@@ -324,6 +327,23 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
     _restore_tuples(config)
     return typing.cast(T, config)
+
+
+def _replace_removed(content: Any) -> None:
+    """Leave out the keys of `FORGOTTEN`, and put current values in place of those of `VALUES`, of named agents, too."""
+    for key in (*FORGOTTEN, *VALUES):
+        *sections, name = key.split(".")
+        place = content
+        for section in sections:
+            place = place.get(section) if isinstance(place, DictConfig) else None
+        named = place.get("named") if isinstance(place, DictConfig) else None
+        for one in (place, *(named.values() if isinstance(named, DictConfig) else ())):
+            if not isinstance(one, DictConfig):
+                continue
+            if key in FORGOTTEN:
+                one.pop(name, None)
+            elif one.get(name) in VALUES[key]:
+                one[name] = VALUES[key][one[name]][0]
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:

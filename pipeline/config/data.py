@@ -10,11 +10,11 @@ from pipeline.config.bounds import setting
 class DataConfig:
     """Which prompts are read and how they become tokens."""
 
-    train_files: Any = None
+    train_files: Any = setting(None, path="files")
     """Parquet files of training prompts: a path, folder, glob or URL, or a list of them. Null if a `generator` makes
     all."""
 
-    val_files: Any = None
+    val_files: Any = setting(None, path="files")
     """Files of validation prompts. Null: no validation."""
 
     prompt_key: str = "prompt"
@@ -49,7 +49,7 @@ class DataConfig:
     val_max_samples: int = setting(-1, at_least=1, or_value=-1)
     """Use only this many of the first validation rows; -1: all."""
 
-    sampler: str = "uniform"
+    sampler: str = setting("uniform", path="code")
     """Choice of training prompts: `uniform` (each once per epoch), `weighted` (by `source_weights`), `solve_rate`
     (fewer that are always or never solved), or your class `package.module:Class`."""
 
@@ -60,7 +60,7 @@ class DataConfig:
     source_weights: dict[str, float] = field(default_factory=dict)
     """For `sampler=weighted`: share of each data source; 0 leaves it out. The sum need not be 1."""
 
-    generator: str | None = None
+    generator: str | None = setting(None, path="code")
     """Your class that makes prompts during training, `package.module:Class`. `train_files` fill up an iteration."""
 
     generator_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the tokenizer's `apply_chat_template`, such as `{enable_thinking: false}`."""
 
-    recorded_run: str | None = None
+    recorded_run: str | None = setting(None, path="files")
     """Folder of a run whose recorded rows replace prompts and engines ([replay.md](replay.md))."""
 
     recorded_iterations: str | None = None

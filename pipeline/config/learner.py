@@ -105,7 +105,7 @@ class ParallelConfig:
 class PolicyLossConfig:
     """Which policy loss, and the options of those that have some."""
 
-    loss_mode: str = "vanilla"
+    loss_mode: str = setting("vanilla", path="code")
     """Name of the policy loss, or an import path `package.module:function`."""
 
     clip_cov_ratio: float = setting(2e-4, above=0, at_most=1)
@@ -231,7 +231,7 @@ class CriticConfig:
     enable: bool | None = None
     """Train a critic; null: if the advantage estimator reads values (`gae`)."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="model")
     """Hugging Face model for the critic's decoder; null takes `model.path`. The value head starts at 0."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

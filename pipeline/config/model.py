@@ -30,7 +30,7 @@ class LoraConfig:
     """What engines get: the base `merged` with the adapter, as whole weights; or the `adapter` alone, which is small.
     They then read the base from `model.path`, and generate more slowly."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="model")
     """Folder of an adapter in peft's format to start from; null starts with B = 0, which is the base model."""
 
     @property
@@ -89,10 +89,10 @@ def _matches(entry: Any, targets: Any, name: str) -> bool:
 class ModelConfig:
     """The language model that is trained."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="model")
     """Hugging Face model: a local folder or a hub name."""
 
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, path="model")
     """Tokenizer folder or hub name; null takes it from `path`."""
 
     trust_remote_code: bool = False

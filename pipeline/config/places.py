@@ -4,10 +4,11 @@
     files          paths, globs, URLs, or a list of them                links followed up to the last part
     code           a file `x.py` or `x.py:Name`; modules stay           as files
 
-A path may be relative, begin with `~` or `file://`, hold `..`, or end with a slash. `LOCAL` names every setting that
-holds one.
+A path may be relative, begin with `~` or `file://`, hold `..`, or end with a slash. A setting that holds one declares
+its kind: `setting(None, path="model")`.
 """
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 from pipeline.config.agent import AgentConfig
 from pipeline.config.paths import without_scheme
-from pipeline.config.schema import value_of
+from pipeline.imports import is_file, split
 
 SERVERS = ("mcp:", "openenv:")
 """What `agent.tools` and `agent.environment` begin with if they name a server."""
@@ -25,17 +26,19 @@ NO_PATH = ("auto", "never")
 
 
 def name_from_root(config: Any) -> None:
-    """Make the local paths in the settings of a command absolute."""
-    for key, absolute in LOCAL.items():
-        section, _, name = key.rpartition(".")
-        try:
-            owner = value_of(config, section) if section else config
-            value = getattr(owner, name)
-        except AttributeError:
-            continue  # The other commands have fewer settings.
-        setattr(owner, name, absolute(value))
-    if isinstance(agent := getattr(config, "agent", None), AgentConfig):
-        _name_code_of_agents(agent)
+    """Make the local paths in the settings of a command absolute.
+
+    Args:
+        config: an instance of a dataclass, whose sections are made absolute, too.
+    """
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            name_from_root(value)
+        elif (kind := item.metadata.get("path")) is not None:
+            setattr(config, item.name, KINDS[kind](value))
+    if isinstance(config, AgentConfig):
+        _name_agents(config)
 
 
 def model(value: str | None) -> str | None:
@@ -65,45 +68,32 @@ def _resumed(value: str) -> str:
 
 def _script(value: str | None) -> str | None:
     """A Python file; the name of a module stays, also if a folder here has it."""
-    return file(without_scheme(value)) if value and value.endswith(".py") else value
+    return file(without_scheme(value)) if value and is_file(value) else value
 
 
 def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: one | {"path": _script(one["path"])} if "path" in one else one for name, one in functions.items()}
 
 
-LOCAL: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("model.path", "model.tokenizer_path", "model.lora.path", "critic.path"), model),
-    **dict.fromkeys(("scoring.reference.path", "reward.model.path"), model),
-    **dict.fromkeys(("data.train_files", "data.val_files", "data.recorded_run", "trainer.storage_path"), files),
-    **dict.fromkeys(("trainer.default_local_dir", "out"), files),
-    "trainer.resume": _resumed,
-    "reward.custom_reward_function.path": _script,
-    "reward.functions": _scripts,
-}
-"""Settings that hold paths, and how each becomes absolute; those of agents, which may be several, are apart."""
-
-
-def _name_code_of_agents(agent: AgentConfig) -> None:
+def _name_agents(agent: AgentConfig) -> None:
+    """The same for agents of their own; their values get the types of their keys."""
     declared = agent.declared()
     for name, settings in agent.named.items():
-        settings.update({key: _code(key, getattr(declared[name], key)) for key in settings})
-    for key, value in vars(agent).items():
-        setattr(agent, key, _code(key, value))
+        own = declared[name]
+        name_from_root(own)
+        settings.update({key: getattr(own, key) for key in settings})
 
 
-def _code(key: str, value: Any) -> Any:
-    """The value of a key of an agent, with files named from the root."""
-    if not value:
-        return value
-    if key in ("environment", "program"):
-        return _member(value)
-    if key == "tools":
-        return [_member(tool) for tool in value]
-    if key == "command":
-        return _words(value)
-    # The interpreter of a virtual environment is a link, and a different one where the link leads.
-    return file(without_scheme(value)) if key == "python" and "/" in value else value
+def _code(value: Any) -> Any:
+    """`file.py:Name`, or a file, named from the root; also in a list of these."""
+    if isinstance(value, list):
+        return [_member(one) for one in value]
+    return _member(value) if value else value
+
+
+def _program(value: str | None) -> str | None:
+    """An interpreter. That of a virtual environment is a link, and a different one where the link leads."""
+    return file(without_scheme(value)) if value and "/" in value else value
 
 
 def _member(name: str) -> str:
@@ -115,12 +105,24 @@ def _member(name: str) -> str:
         except ValueError:
             return name
         return name if (named := _words(words)) == words else f"{scheme}: {shlex.join(named)}"
-    path, colon, member = name.rpartition(":")
-    if not path.endswith(".py"):
-        path, colon, member = name, "", ""
-    return f"{file(without_scheme(path))}{colon}{member}" if path.endswith((".py", ".yaml", ".yml")) else name
+    path, member = split(name)
+    own = f":{member}" if member else ""
+    return f"{file(without_scheme(path))}{own}" if is_file(path) or path.endswith((".yaml", ".yml")) else name
 
 
 def _words(words: list[str]) -> list[str]:
     """A command, with files named from the root."""
     return [file(home) if Path(home := without_scheme(word)).is_file() else word for word in words]
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "model": model,
+    "files": files,
+    "resume": _resumed,
+    "script": _script,
+    "scripts": _scripts,
+    "code": _code,
+    "command": _words,
+    "program": _program,
+}
+"""Kinds of `path` that a setting declares, and how each becomes absolute."""

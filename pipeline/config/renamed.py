@@ -1,4 +1,4 @@
-"""Keys that were renamed or removed, and the sentence with which a run refuses them."""
+"""Keys and values that were renamed or removed, and the sentence with which a run refuses them."""
 
 RENAMED: dict[str, str] = {
     "rollout.oversample": "oversampling was removed: it trained on short responses first; use algorithm.max_staleness "
@@ -11,6 +11,23 @@ RENAMED: dict[str, str] = {
     "algorithm.on_stale": "no row can be older than algorithm.max_staleness any more; leave this key out",
     "stream.order": "every chunk gives the groups of its own prompts, in their order; leave this key out",
     "stream": "every chunk gives the groups of its own prompts, in their order",
+    "loss.rpo_alpha": "it was removed; write a loss of your own (loss.type=package.module:function)",
+    "loss.desirable_weight": "KTO was removed; leave it out",
+    "loss.undesirable_weight": "KTO was removed; leave it out",
+    "data.completion_key": "KTO was removed; give pairs of a better and a worse answer",
+    "data.label_key": "KTO was removed; give pairs of a better and a worse answer",
+    "data.margin_key": "only jobs.reward_model reads margins; leave it out",
+    "agent.preload": "write agent.program=FILE.py:run with def run(row), which may use an OpenAI or Anthropic client; "
+    "its file is imported once, and each episode is a fork",
     "trainer.early": "it is called trainer.stream_gradients, with the same values",
 }
 """Old key to the reason and the key that takes its place."""
+
+FORGOTTEN = ("agent.preload",)
+"""Removed keys that folders of runs hold, and that changed no result: they are left out when a folder is read."""
+
+VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},
+    "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
+}
+"""Key to its values that were removed, each with the value that takes its place and the reason."""

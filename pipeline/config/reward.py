@@ -12,7 +12,7 @@ from pipeline.config.sandbox import SandboxConfig
 class CustomRewardConfig:
     """A reward function of your own."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="script")
     """Python file (`/code/my_reward.py`) or module (`package.module`); null uses the rule of the row's
     `data_source`."""
 
@@ -95,7 +95,7 @@ class RateLimitConfig:
 class RewardModelConfig:
     """A model that scores responses; `scoring.reward_model` says where it runs."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="model")
     """Hugging Face sequence-classification model with one label. Its number is the score; functions of
     `reward.functions` are added."""
 
@@ -109,7 +109,7 @@ class RewardConfig:
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
 
-    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    functions: dict[str, dict[str, Any]] = setting({}, path="scripts")
     """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path`, `name`,
     `kwargs`, `weight`, `batch` and `timeout_s` ([rewards.md](rewards.md#several-rewards))."""
 

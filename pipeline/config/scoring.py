@@ -36,7 +36,7 @@ class ScorerConfig:
 class ReferenceConfig(ScorerConfig):
     """The frozen reference policy."""
 
-    path: str | None = None
+    path: str | None = setting(None, path="model")
     """Hugging Face model, a folder or hub name; null takes `model.path`."""
 
     where: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))

@@ -16,10 +16,10 @@ def _optim() -> OptimConfig:
 class SupervisedDataConfig:
     """The rows to learn from."""
 
-    train_files: Any = None
+    train_files: Any = setting(None, path="files")
     """Parquet files: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
 
-    val_files: Any = None
+    val_files: Any = setting(None, path="files")
     """Files for validation, like `train_files`; null skips it."""
 
     train_batch_size: int = setting(64, at_least=1)
@@ -87,7 +87,7 @@ class SupervisedTrainerConfig:
 class SupervisedConfig:
     """All settings of a run."""
 
-    out: str | None = None
+    out: str | None = setting(None, path="files")
     """Folder for the trained model; on a cluster, one that all nodes share."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -142,8 +142,8 @@ class SFTConfig(SupervisedConfig):
 
 
 @dataclass
-class PreferenceDataConfig(SupervisedDataConfig):
-    """The preference pairs to learn from."""
+class PairDataConfig(SupervisedDataConfig):
+    """Columns of pairs, of which one side is preferred."""
 
     prompt_key: str | None = "prompt"
     """Column that holds the prompt, as chat messages or as the user's text. Without such a column, or with null, the
@@ -154,6 +154,11 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
     rejected_key: str = "rejected"
     """Column that holds the other side, like `chosen_key`."""
+
+
+@dataclass
+class PreferenceDataConfig(PairDataConfig):
+    """The preference pairs to learn from."""
 
     margin_key: str | None = None
     """Column of numbers: by how much the reward of the preferred side should exceed the other's. Null: 0."""

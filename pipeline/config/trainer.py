@@ -66,7 +66,7 @@ class TrainerConfig:
     experiment_name: str = "run"
     """Name of the run; its folder is `default_local_dir/experiment_name`."""
 
-    default_local_dir: str = "runs"
+    default_local_dir: str = setting("runs", path="files")
     """Folder of all runs."""
 
     seed: int = 1
@@ -122,7 +122,7 @@ class TrainerConfig:
     best_metric_mode: str = setting("max", choices=("max", "min"))
     """Whether the largest (`max`) or smallest (`min`) `best_metric` is best."""
 
-    resume: str = "auto"
+    resume: str = setting("auto", path="resume")
     """`auto` continues the run of this name from its checkpoint; `never` refuses an existing run; a folder or URL of a
     checkpoint, or of a run, begins a new run with the weights of its actor and critic, and nothing else of it
     ([reliability.md](reliability.md#a-new-run-from-a-policy))."""
@@ -131,7 +131,7 @@ class TrainerConfig:
     """Kinds of files that may have changed since the run began, any of `model`, `prompts` and `code`; a run is not
     continued with others ([reliability.md](reliability.md#the-same-files))."""
 
-    storage_path: str | None = None
+    storage_path: str | None = setting(None, path="files")
     """Folder or URL for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's folder."""
 
     max_failures: int = setting(3, at_least=-1)
@@ -162,10 +162,9 @@ class TrainerConfig:
     weight_bucket_mb: int = setting(64, at_least=1)
     """MiB of weights that travel as one buffer; the next one is stored or fetched while one is filled or loaded."""
 
-    weight_transport: str = setting("object_store", choices=("object_store", "delta", "nixl"))
-    """How weights reach an engine. `object_store`: all weights. `delta`: changed numbers, without loss; workers and
-    engines keep a copy in host memory. `nixl` (`pip install nixl`): read from the train workers' memory, which keeps
-    `algorithm.max_staleness + 2` copies; no GPU has run it yet."""
+    weight_transport: str = setting("object_store", choices=("object_store", "nixl"))
+    """How weights reach an engine: through Ray's `object_store`, or with `nixl` (`pip install nixl`) out of the train
+    workers' memory, which keeps `algorithm.max_staleness + 2` copies; no GPU has run it yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 

@@ -7,7 +7,7 @@ whole chunks again.
 
 The filter ignores rows whose reward failed. A group with fewer than two other rows is dropped, and counted as `failed`
 and not as `equal`. Reward errors of all generated rows count towards
-`reward.max_error_rate`: those of dropped groups never reach the trainer, which counts its own.
+`reward.max_error_rate`, because the rows of dropped groups never reach the trainer, which counts its own errors.
 """
 
 import json
@@ -39,7 +39,7 @@ class Filter:
         self._ledger: Ledger | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of a chunk that will be trained, with `iteration` filled in.
+        """Return the rows of a chunk that will be trained, with `iteration` filled in.
 
         Raises:
             FinalError: an iteration cannot be filled, or the reward fails too often.
@@ -82,7 +82,7 @@ class Filter:
         return decision
 
     def _complaint(self, table: pa.Table, decision: Decision) -> str | None:
-        """The reason to end the run; None if there is none."""
+        """Return the reason to end the run, if any."""
         stats, iteration = decision.stats, decision.iteration
         if not decision.full and not decision.exhausted:
             return None
@@ -98,7 +98,7 @@ class Filter:
 
 
 def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
-    """The error message for an iteration that cannot be filled."""
+    """Format the error message for an iteration that cannot be filled."""
     dropped = stats.equal + stats.failed
     failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
     way_out = (
@@ -117,14 +117,14 @@ def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
 
 
 def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
-    """The number [R] of each row's group in the table, and which groups stay.
+    """Return the number [R] of each row's group in the table, and the groups that stay.
 
     Args:
         table: scored training rows, whole groups (`uid`).
         metric: `score`, or a part of the reward.
 
     Raises:
-        ValueError: a row without an error has no such number.
+        ValueError: a row whose reward did not fail lacks the metric.
     """
     group = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
     groups = int(group.max()) + 1
@@ -147,7 +147,7 @@ def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
 
 
 def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
-    """The values of `metric` in the rows where `good` [R] is true; see `judge`."""
+    """Return the values of `metric` in the rows with true `good` [R]; see `judge`."""
     if metric == SCORE:
         return table[SCORE].to_numpy()[good].astype(np.float64)
     chosen = table.filter(pa.array(good))

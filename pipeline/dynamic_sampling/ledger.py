@@ -1,10 +1,11 @@
-"""Dynamic sampling's ledger: which groups are trained, by which iteration, and where its prompts end.
+"""Dynamic sampling's ledger: which groups are trained, by which iteration, and the end of its prompts.
 
 The filter stage keeps it, chunk by chunk in the order of the stream. The kept groups of an attempt are numbered, and a
-group's number says which iteration trains it. A chunk may come again (a worker died) and gets the same decision. For
-each iteration the ledger gives the chunk and offset where it ended; a resumed run starts with the next prompt.
+group's number determines the iteration that trains it. A chunk may come again (a worker died) and gets the same
+decision. For each iteration the ledger gives the chunk and offset of its end; a resumed run starts with the next
+prompt.
 
-With `max_staleness=0` all of this follows from the rows alone: a chunk starts if the chunks before it do not fill the
+With `max_staleness=0` all of this follows only from the rows: a chunk starts if the chunks before it do not fill the
 batch, and surplus groups are discarded.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pipeline.config import Config
 
 DECISIONS_KEPT = 1000
-"""Chunks that may be asked for again."""
+"""Number of latest chunks whose decisions are kept, because they may come again."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class FilterRules:
     """`score`, or a part of the reward, that must differ in a group."""
     max_num_gen_batches: int
     carry: bool
-    """Whether surplus groups are trained by the next iteration."""
+    """True if the next iteration trains surplus groups."""
     batch: int
     """Groups of an iteration."""
     chunk_prompts: int
@@ -34,7 +35,7 @@ class FilterRules:
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "FilterRules":
-        """Those of a run of so many iterations."""
+        """Return the rules of a run with `iterations` iterations."""
         groups = config.algorithm.filter_groups
         return cls(
             groups.metric or "",
@@ -49,7 +50,7 @@ class FilterRules:
 
 @dataclass(frozen=True)
 class ChunkStats:
-    """What is in a chunk of scored rows."""
+    """Counts of a chunk of scored rows."""
 
     groups: int
     kept: Sequence[int]
@@ -67,13 +68,13 @@ class ChunkStats:
 
 @dataclass
 class IterationStats:
-    """What was generated for one iteration."""
+    """Counts of the rows generated for one iteration."""
 
     groups: int = 0
     equal: int = 0
     failed: int = 0
     surplus: int = 0
-    """Kept groups that the iteration had no room for."""
+    """Kept groups that exceed the iteration."""
     rows: int = 0
     errors: int = 0
     score: float = 0.0
@@ -104,22 +105,22 @@ class IterationStats:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of the kept groups of a chunk."""
+    """The decision about the kept groups of a chunk."""
 
     iteration: int
-    """That trains the first one."""
+    """The iteration that trains the first kept group."""
     first: int
-    """Number of the first one in the attempt."""
+    """Number of the first kept group in the attempt."""
     taken: int
-    """How many are trained; those behind them are surplus."""
+    """Number of kept groups that are trained; later ones are surplus."""
     stats: IterationStats
-    """Of `iteration` so far."""
+    """Counts of `iteration` so far."""
     full: bool
-    """Whether the chunk fills the iteration."""
+    """True if the chunk fills the iteration."""
     exhausted: bool
-    """Whether no more may be generated for the iteration, which is not full."""
+    """True if the iteration is not full, and no more rows may be generated for it."""
     used: tuple[int, int] = (0, 0)
-    """Where a full iteration ends: a batch of prompts of the attempt, and the number of its prompts that are used."""
+    """End of a full iteration: a batch of prompts of the attempt, and the number of its prompts that are used."""
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Ledger:
     rules: FilterRules
     base: int
     kept: int = 0
-    """Groups that are trained, so far."""
+    """Number of groups that are trained, so far."""
     dropped: int = 0
     following: int = 0
     """The chunk that comes next."""
@@ -137,18 +138,18 @@ class Ledger:
     _decisions: dict[int, Decision] = field(default_factory=dict)
 
     def known(self, chunk: int) -> Decision | None:
-        """What was decided about a chunk before."""
+        """Return an earlier decision about a chunk."""
         return self._decisions.get(chunk)
 
     def decide(self, chunk: int, found: ChunkStats) -> Decision:
-        """Enter the chunk that comes next."""
+        """Enter the next chunk."""
         rules = self.rules
         first, kept = self.kept, len(found.kept)
         room = rules.batch - first % rules.batch
         iteration = self.base + first // rules.batch + 1
         full = kept >= room
         taken = room if full and not rules.carry else kept
-        # Chunks that were in flight when the last iteration became full contribute nothing.
+        # Chunks that were in flight as the last iteration became full contribute nothing.
         taken = max(0, min(taken, (rules.last_iteration - self.base) * rules.batch - first))
         full = full and taken > 0
         self.kept += taken
@@ -168,8 +169,9 @@ class Ledger:
         return self._decisions[chunk]
 
     def _place(self, chunk: int, used: int) -> tuple[int, int]:
-        """Prompt `used` of a chunk, as a batch of the attempt and the number of its prompts before it."""
-        # At the end of a batch, too: the next one may not have been made yet.
+        """Locate prompt `used` of a chunk: its batch in the attempt, and the number of that batch's prompts before
+        it."""
+        # A place at the end of a batch stays in that batch: the next one may not have been made yet.
         chunks = self.rules.batch // self.rules.chunk_prompts
         batch = chunk // chunks
         return batch, (chunk - batch * chunks) * self.rules.chunk_prompts + used

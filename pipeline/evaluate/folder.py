@@ -1,12 +1,12 @@
 """The folder of an evaluation.
 
-    OUT/evaluation.json                 what is evaluated: settings, and fingerprints of all files that count
+    OUT/evaluation.json                 the description: settings, and fingerprints of all files that count
     OUT/responses/part-NNNNNN.parquet   all responses to the prompts of one chunk
     OUT/metrics.json, OUT/table.csv     the result
 
-A part is named after its chunk and is complete as soon as it has that name, so an interrupted evaluation is continued
-with the chunks that are missing. Other settings, another model under the same path, changed prompt files and changed
-code are refused; files may have moved.
+A part is named after its chunk and is complete as soon as it has that name, so an interrupted evaluation continues with
+the missing chunks. Other settings, another model under the same path, changed prompt files and changed code are
+refused; files may have moved.
 """
 
 import csv
@@ -37,11 +37,11 @@ LEFT_OUT = (
     *("split", "chunk", "iteration", "epoch", "prompt_index"),
     *("response_mask", "policy_version", "version_runs", "load_s", "kl_coef"),
 )
-"""Columns of a row that say nothing outside a run."""
+"""Columns of a row that are meaningless outside a run."""
 
 
 def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
-    """What is evaluated, in JSON's types: settings, and fingerprints of the files that they name."""
+    """Describe an evaluation in JSON's types: settings, and fingerprints of the files that they name."""
     made = fingerprints(config)
     description = {
         "prompt_files": list(files),
@@ -52,10 +52,10 @@ def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
 
 
 def digest(description: Mapping[str, Any]) -> str:
-    """Eight hexadecimal digits that identify a description, wherever its files lie."""
+    """Return eight hexadecimal digits that identify a description, for any location of its files."""
     known = _known(description)
     settings = {key: names(value) for key, value in description["settings"].items() if not known.compares(key)}
-    # Rows come by the order of their files.
+    # Rows come in the order of their files.
     files = {kind: list(known.of(kind).items()) for kind in FILES}
     return hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=4).hexdigest()
 
@@ -102,12 +102,12 @@ class Folder:
         self._write(DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
     def parts(self) -> dict[int, Path]:
-        """Files of the chunks that are done, by the chunk's number, in order."""
+        """Return the files of the finished chunks, by the chunk's number, in order."""
         paths = sorted(self.responses.glob("part-*.parquet"))
         return {int(path.stem.removeprefix("part-")): path for path in paths}
 
     def read(self, summary: Summary) -> frozenset[int]:
-        """Add the responses that are there to `summary`; returns the numbers of their chunks.
+        """Add the existing responses to `summary`; returns the numbers of their chunks.
 
         Raises ConfigError if a file cannot be read.
         """
@@ -125,12 +125,12 @@ class Folder:
         return frozenset(parts)
 
     def result(self) -> dict[str, Any]:
-        """The content of `metrics.json`; empty if there is none, or if parts have come or gone since."""
+        """Read `metrics.json`; empty if it does not exist, or if parts have come or gone since."""
         path = self.path / "metrics.json"
         try:
             known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError:
-            # A damaged one is written once more.
+            # A damaged file is written once more.
             known = {}
         return known if known.get("parts") == len(self.parts()) else {}
 

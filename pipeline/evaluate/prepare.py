@@ -1,4 +1,4 @@
-"""The checks of an evaluation before engines start: settings, prompts, reward, resources and chunks that are done."""
+"""The checks of an evaluation before engines start: settings, prompts, reward, resources and finished chunks."""
 
 import itertools
 import os
@@ -30,7 +30,7 @@ from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
 CHECKED_PROMPTS = 256
-"""Prompts that are made before anything starts; the others are checked as they are read."""
+"""Number of prompts that are made before anything starts; the others are checked as they are read."""
 
 EVALUATIONS = "evaluations"
 """Folder of evaluations: in the run's folder, or without a run in the current one."""
@@ -47,39 +47,39 @@ class Evaluation:
     pages: Pages
     name: str
     run_dir: Path
-    """The run that is evaluated, whose MLflow store tracks the evaluation; without a run, the result's folder."""
+    """The evaluated run, whose MLflow store tracks the evaluation; without a run, the result's folder."""
     iteration: int
     """The iteration of its run that the model has reached; 0 without a run."""
     prompts: int
-    """Rows of the prompt files, with those that will be left out as too long or unusable."""
+    """Number of rows of the prompt files, including rows that will be left out as too long or unusable."""
     set_aside: str
-    """What `check_assertions` found."""
+    """Findings of `check_assertions`."""
     description: dict[str, Any]
     ends: str
-    """Where responses end."""
+    """A line on the tokens that end responses."""
     notes: list[str]
     """Sentences on columns, fields and files of weights that nothing reads."""
     summary: Summary = field(repr=False)
-    """Of the responses that are there already."""
+    """Summary of the existing responses."""
     tokens_per_s: float | None = None
-    """Response tokens per second, since the first engine began to generate; of the last time that anything was."""
+    """Response tokens per second, since the first engine began to generate; if all existed, of the last generation."""
 
     @property
     def complete(self) -> bool:
-        """Whether all responses are there."""
+        """True if all responses exist."""
         return bool(self.folder.result().get("complete"))
 
 
 def prepare(
     config: Config, iteration: int = 0, run_dir: Path | None = None, out: Path | None = None, k: str | None = None
 ) -> Evaluation:
-    """Check an evaluation, down to a call of its reward; nothing is started and nothing written.
+    """Check an evaluation, down to a call of its reward, without starting or writing anything.
 
     Args:
-        config: what `settings.used` returned, all paths absolute.
+        config: the result of `settings.used`, all paths absolute.
         iteration: the iteration of its run that the model has reached.
-        run_dir: the run that is evaluated.
-        out: folder of the result; None chooses one from what is evaluated.
+        run_dir: the evaluated run.
+        out: folder of the result; None derives one from the evaluation's description.
         k: the option `--k`.
 
     Raises:
@@ -95,7 +95,7 @@ def prepare(
     check_sources(sources, config.reward, config.agent)
     set_aside = check_assertions([loader], limits.truths, config.data.max_bad_rows)
     if run_dir is None:
-        # A run's settings may name sources that it trained on, and that these files lack.
+        # A run's settings may name training sources that these files lack.
         check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
     dry_call(prompts, config.reward, agent=config.agent)
@@ -134,7 +134,7 @@ def prepare(
 
 
 def render(evaluation: Evaluation) -> Table:
-    """The evaluation as a table for the terminal."""
+    """Format the evaluation as a table for the terminal."""
     config, pages = evaluation.config, evaluation.pages
     rollout, sampling = config.rollout, config.rollout.val_kwargs
     table = Table(title=f"Evaluation of {evaluation.name}", title_justify="left", show_header=False)

@@ -29,7 +29,7 @@ COUNTS = (
 
 
 def rows(summary: Summary) -> list[dict[str, Any]]:
-    """One row with all metrics per data source, and where there are several, one for all of them."""
+    """Return one row with all metrics per data source, and with several sources one for all of them."""
     sources: list[dict[str, Any]] = [
         {"source": source, "judged_by": summary.judged_by(source), **metrics}
         for source, metrics in summary.by_source().items()
@@ -43,7 +43,7 @@ def rows(summary: Summary) -> list[dict[str, Any]]:
 def print_table(summary: Summary, console: Console) -> None:
     """Print one column per row of `rows`, without pass@1, maj@1 and maj@2, which equal the mean.
 
-    Where the terminal is too narrow, `console` is made wider: no number is shortened.
+    If the terminal is too narrow, `console` is made wider, so that no number is shortened.
     """
     sources = rows(summary)
     table = Table("", *(escape(printable(row["source"])) for row in sources))
@@ -63,7 +63,7 @@ def print_table(summary: Summary, console: Console) -> None:
 
 
 def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
-    """The content of `metrics.json`; `complete` says whether all responses are there."""
+    """Return the content of `metrics.json`; `complete` marks whether all responses exist."""
     summary = evaluation.summary
     return {
         "complete": complete,
@@ -83,9 +83,9 @@ def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
 
 
 def tracked(summary: Summary) -> dict[str, float]:
-    """Metrics under the names that trackers get: `eval/SOURCE/NAME`, and `eval-all/NAME` for all prompts together.
+    """Return the metrics under the trackers' names: `eval/SOURCE/NAME`, and `eval-all/NAME` for all prompts together.
 
-    `eval/SOURCE//NAME` keeps apart what would be one name: `score/mean` of the source `a`, `mean` of `a/score`.
+    `eval/SOURCE//NAME` separates names that would be equal: `score/mean` of the source `a`, `mean` of `a/score`.
     """
     named: dict[str, float] = {}
     for source, metrics in summary.by_source().items():

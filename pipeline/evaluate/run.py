@@ -1,6 +1,6 @@
 """The driver of an evaluation: it keeps each chunk of scored responses that arrives, and adds it up.
 
-parts that are there ─► summary        stream ─► chunk ─► part ─► summary ─► next chunk
+existing parts ─► summary        stream ─► chunk ─► part ─► summary ─► next chunk
 """
 
 import time
@@ -24,7 +24,7 @@ def generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[
 
     Raises:
         TimeoutError: no chunk came within `trainer.deadlines.rows`.
-        Exception: whatever a stage raised.
+        Exception: any exception of a stage.
     """
     hosts = Hosts.start(evaluation.config.agent, evaluation.config.trainer)
     try:
@@ -54,7 +54,7 @@ def _generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type
         summary.add(rows)
         arrived += 1
         now = time.monotonic()
-        # The clock starts when the first engine began to generate, which it does long after it was asked for.
+        # The clock starts when the first engine begins to generate, which is long after the request.
         began = now - rows["generate_s"][0].as_py() if began is None else began
         if now > began:
             evaluation.tokens_per_s = (summary.tokens - tokens_before) / (now - began)

@@ -1,7 +1,8 @@
-"""The settings of a training run that an evaluation reads, and what they amount to.
+"""The settings of a training run that an evaluation reads.
 
-Prompts, samples and rewards are those of training because the settings are. Every setting that an evaluation does not
-read is put back to its default (`used`), so no key of the trainer has to make sense for a model to be evaluated.
+An evaluation uses the same settings as training, so its prompts, samples and rewards are the same. Every setting that
+an evaluation does not read is put back to its default (`used`), so no key of the trainer has to make sense for a model
+to be evaluated.
 """
 
 import copy
@@ -12,6 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, load_config, load_yaml
 from pipeline.config.model import LoraConfig
 from pipeline.config.schema import keys, value_of
+from pipeline.plan.checks import check
 from pipeline.plan.plan import Plan
 from pipeline.plan.plan import plan as make_plan
 from pipeline.storage.resume import CONFIG_FILE, reached
@@ -26,7 +28,7 @@ RESULT = (
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
     *("agent.", "trainer.seed"),
 )
-"""Settings that change responses or scores; a name that ends in a dot stands for its section."""
+"""Settings that change responses or scores; a prefix that ends in a dot covers its section."""
 
 LAYOUT = (
     "data.max_bad_rows",
@@ -41,11 +43,11 @@ LAYOUT = (
     *(f"trainer.{key}" for key in ("project_name", "logger", "ray_num_cpus", "object_store_gb")),
     *(f"trainer.{key}" for key in ("deadlines.", "env_vars")),
 )
-"""Settings of how the work is done and reported."""
+"""Settings of resources and reports."""
 
 
 def used(config: Config) -> Config:
-    """A config with the settings of `config` that an evaluation reads, and all others at their defaults."""
+    """Return a config with the settings of `config` that an evaluation reads, and all others at their defaults."""
     result = Config()
     for key in keys(Config):
         if _among(key, (*RESULT, *LAYOUT)):
@@ -59,12 +61,12 @@ def used(config: Config) -> Config:
 
 
 def result_settings(config: Config) -> dict[str, object]:
-    """The settings that change responses or scores, by name."""
+    """Return the settings that change responses or scores, by name."""
     return {key: value_of(config, key) for key in keys(Config) if _among(key, RESULT)}
 
 
 def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = None) -> tuple[Config, int]:
-    """The settings of a run with `overrides` laid over them, to evaluate its last model.
+    """Load the settings of a run with `overrides` laid over them, to evaluate its last model.
 
     Returns:
         the settings, and the iteration that the model has reached (0 if `overrides` name another model).
@@ -77,7 +79,7 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
             f"--run {run_dir} holds no {CONFIG_FILE}, so it is not a run; give a folder such as runs/NAME"
         )
     stored, model = load_yaml(run_dir / CONFIG_FILE, Config), run_dir / "model"
-    # The model that a run saves has its adapter merged.
+    # The run's saved model has its adapter merged.
     stored.model.path, stored.model.lora = str(model), LoraConfig()
     config = load_config(overrides, config_dir=config_dir, base=stored)
     if config.model.path != str(model):
@@ -91,10 +93,10 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
 
 
 def checked(config: Config) -> Plan:
-    """The plan of a run with the settings that `used` returned, without its trainer.
+    """Check the result of `used`, and make its plan as a run's, without the trainer.
 
     Raises:
-        ConfigError: settings are missing or cannot be evaluated with.
+        ConfigError: settings are missing or do not allow an evaluation.
     """
     sampling = config.rollout.val_kwargs
     if not config.data.val_files:
@@ -107,17 +109,18 @@ def checked(config: Config) -> Plan:
             "them all the same; set rollout.val_kwargs.temperature=1, or n=1"
         )
     of_a_run = copy.deepcopy(config)
-    # The checks of a run want training prompts and several samples.
+    # The checks of a run require training prompts and several samples.
     of_a_run.data.train_files, of_a_run.rollout.n = config.data.val_files, max(2, sampling.n)
+    check(of_a_run)
     plan = make_plan(of_a_run)
     return dataclasses.replace(plan, config=config, stages=tuple(s for s in plan.stages if s.name != "train"))
 
 
 def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
-    """The k for which pass@k and maj@k are computed: those of `--k`, else the powers of two up to `n`, and `n`.
+    """Return the k of pass@k and maj@k: the numbers in `--k`, else the powers of two up to `n`, and `n`.
 
     Raises:
-        ConfigError: `text` is no list of numbers from 1 to `n`.
+        ConfigError: `text` is not a list of numbers from 1 to `n`.
     """
     if text is None:
         return tuple(sorted({2**power for power in range(n.bit_length())} | {n}))
@@ -133,7 +136,8 @@ def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
 
 
 def in_flight(config: Config) -> int:
-    """Chunks that one engine works on at a time: twice what fills it, so that it stays full while chunks end."""
+    """Return the chunks that one engine works on at a time: twice a full load, so that it stays full while chunks
+    end."""
     rollout = config.rollout
     return rollout.in_flight(2 * rollout.in_flight(1) * rollout.num_engines)
 

@@ -1,9 +1,9 @@
-"""The stream of an evaluation: the stages that a validation row passes in training, and no others.
+"""The stream of an evaluation: only the stages that a validation row passes in training.
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► driver
 
-The stages and their builders are those of `pipeline/stream.py`. The rows of a chunk reach the driver as one block.
-Prompts are tokenised ahead of the engines and wait in Ray's object store, as those of a validation do.
+The stages and their builders come from `pipeline/stream.py`. The rows of a chunk reach the driver as one block. Prompts
+are tokenised ahead of the engines and wait in Ray's object store, as in a validation.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from pipeline.stream import WHOLE, engines, rewarded, set_context, source
 
 @dataclass(frozen=True)
 class Pages:
-    """How the chunks of the prompt files are laid into pages, of which Ray Data can hold only so many."""
+    """The division of chunks into pages, because Ray Data can hold only a limited number of pages."""
 
     chunks: int
-    """Chunks of all prompts; there are fewer if prompts are left out."""
+    """Number of chunks of all prompts; fewer are made if prompts are left out."""
     done: frozenset[int] = frozenset()
-    """Numbers of the chunks that are evaluated already."""
+    """Numbers of the evaluated chunks."""
 
     @property
     def page_chunks(self) -> int:
@@ -48,8 +48,8 @@ class EvaluationPrompts:
 
     Args:
         config: the settings.
-        pages: which chunks there are.
-        iteration: the policy version that is evaluated.
+        pages: the chunks.
+        iteration: the evaluated policy version.
         out: folder in which unusable rows are set aside.
     """
 
@@ -59,7 +59,7 @@ class EvaluationPrompts:
         self._next = -1
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of the chunks of one page that are not done; none after the last prompt."""
+        """Return the rows of one page's unfinished chunks; none after the last prompt."""
         size = self._pages.page_chunks
         first = table["id"][0].as_py() * size
         if first != self._next:
@@ -94,10 +94,10 @@ class FixedPolicy:
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """Never called: no weights are loaded."""
+        """Do nothing; never called, because no weights are loaded."""
 
     async def greet(self, greeting: Greeting) -> None:
-        """Never called: no ticket asks for it."""
+        """Do nothing; never called, because no ticket requests it."""
 
 
 def build(
@@ -108,15 +108,15 @@ def build(
     rollout_stage: type[Rollout] = Rollout,
     hosts: Hosts = BESIDE_ENGINES,
 ) -> Dataset:
-    """The stream of one evaluation.
+    """Build the stream of one evaluation.
 
     Args:
-        config: what `settings.used` returned.
-        pages: which chunks there are, and which of them are done.
-        iteration: the policy version that is evaluated.
+        config: the result of `settings.used`.
+        pages: the chunks, with the finished ones.
+        iteration: the evaluated policy version.
         out: folder in which unusable prompts are set aside.
         rollout_stage: class of the rollout stage; tests put a stand-in here.
-        hosts: hold the processes of episodes.
+        hosts: hosts of the episodes' processes.
     """
     set_context()
     rollout, chunks = config.rollout, in_flight(config)

@@ -2,8 +2,8 @@
 
 Every number is computed exactly per prompt, then averaged over the prompts of a data source and over all prompts. As in
 validation (`pipeline/track/validation.py`), a data source is judged by the part `acc` of its reward if a row has one,
-and rows without it count as 0; else by the score. Rows whose reward failed are counted and left out of their prompt; a
-prompt of which all rows failed is in no mean.
+and rows without it count as 0; else by the score. Rows whose reward failed are counted and left out of their prompt. A
+prompt whose rows all failed is in no mean.
 """
 
 import math
@@ -22,7 +22,7 @@ from pipeline.track.validation import prompt_scores, right
 COLUMNS = ("data_source", "uid", "score", "response", "reward_parts", "reward_error", "response_ids", "finish_reason")
 """Columns that are read."""
 OF_EPISODES = ("spans", "turns")
-"""Columns that are read where rows are episodes."""
+"""Further columns that are read if rows are episodes."""
 WHOLE_NUMBERS = ("prompts", "responses", "response_length/max")
 
 
@@ -41,12 +41,12 @@ class Summary:
         """Prompts that were added."""
         self.tokens = 0
         """Tokens of the responses that were added."""
-        # By data source: what is counted of all responses, and means over prompts of the score and of `acc`.
+        # By data source: counts over all responses, and means over prompts of the score and of `acc`.
         self._counts: dict[str, Stats] = defaultdict(dict)
         self._rewards: dict[str, Stats] = defaultdict(dict)
         self._accuracies: dict[str, Stats] = defaultdict(dict)
         self._judged: set[str] = set()
-        """Data sources of which a response has `acc`."""
+        """Data sources with a response that has `acc`."""
 
     def add(self, table: pa.Table) -> None:
         """Add rows with `COLUMNS`, episodes with `OF_EPISODES` too; all responses of a prompt (`uid`) must be in one
@@ -68,18 +68,20 @@ class Summary:
                 self._judged.add(source)
 
     def judged_by(self, source: str) -> str:
-        """`acc` or `reward`."""
+        """Return `acc` or `reward`."""
         return "acc" if source in self._judged else "reward"
 
     def by_source(self) -> dict[str, dict[str, float]]:
-        """Metrics of each data source by name: `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`,
-        `error_rate`, `acc/missing_rate` if it is judged by `acc`, `response_length/{mean,max,clip_ratio}` (of the
-        tokens that the model wrote) and of episodes `turns/mean`. Those of scores are there only if a prompt has one.
+        """Return the metrics of each data source by name.
+
+        They are `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`, `error_rate`, `acc/missing_rate` if it
+        is judged by `acc`, `response_length/{mean,max,clip_ratio}` (of the tokens that the model wrote) and of episodes
+        `turns/mean`. Score metrics need a prompt with a score.
         """
         return {source: self._metrics([source]) for source in sorted(self._counts)}
 
     def overall(self) -> dict[str, float]:
-        """The same over all prompts, each judged as its data source is; empty without prompts."""
+        """Return the same over all prompts, each judged as its data source is; empty without prompts."""
         return self._metrics(list(self._counts)) if self._counts else {}
 
     def _metrics(self, sources: list[str]) -> dict[str, float]:
@@ -90,7 +92,7 @@ class Summary:
         return counts | {name: int(counts[name]) for name in WHOLE_NUMBERS} | judged | score
 
     def _metrics_of(self, scores: list[float], votes: list[int]) -> Stats:
-        """The metrics of one prompt; a k above the number of its responses is taken as that number."""
+        """Compute the metrics of one prompt; a k above the number of its responses counts as that number."""
         n = len(scores)
         maj = maj_at_every_k(scores, votes)
         stats = {"mean": mean(math.fsum(scores) / n, 1)}
@@ -121,7 +123,7 @@ class Summary:
 
 
 def _lengths(rows: pa.Table) -> np.ndarray:
-    """[R] tokens of each response that the model wrote."""
+    """Count the tokens of each response that the model wrote, [R]."""
     offsets = flat(rows, "response_ids")[1]
     if "spans" not in rows.column_names:
         return np.diff(offsets)

@@ -1,6 +1,6 @@
-"""Ask for the API key on every route of a model server but `/health`.
+"""The check of the API key on every route of a model server except `/health`.
 
-vLLM's own check covers paths under `/v1` only, which leaves `/invocations`, `/tokenize` and others open to everybody.
+vLLM's own check covers only paths under `/v1`, which leaves `/invocations`, `/tokenize` and others open to everybody.
 """
 
 import hmac
@@ -12,9 +12,9 @@ OPEN = ("/health",)
 
 
 class RequireKey:
-    """ASGI middleware for vLLM's app, which names it by its import path and constructs it with the app alone.
+    """ASGI middleware for vLLM's app, which imports it by its path and constructs it with only the app.
 
-    The keys are those of the server's arguments (`api_key`). Without one no request passes.
+    The keys come from the server's arguments (`api_key`). Without a key no request passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -22,7 +22,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with status 401."""
-        # A browser asks with OPTIONS, and without the key, whether it may send a request.
+        # A browser sends OPTIONS first, without the key, to check whether it may send a request.
         if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS" or _path(scope) in OPEN:
             return await self.app(scope, receive, send)
         sent = dict(scope["headers"]).get(b"authorization", b"")

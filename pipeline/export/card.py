@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it is, how it was trained and validated, how to load it."""
+"""The model card of an exported model: its kind, its training and validation, and how to load it."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from pipeline.export.choose import Checkpoint
 from pipeline.track.provenance import masked, versions
 
 LEFT_OUT = ("trainer.env_vars", "trainer.default_local_dir", "trainer.project_name", "trainer.logger")
-"""Settings that say nothing about the model; the first may hold secrets."""
+"""Settings that do not describe the model; the first may hold secrets."""
 
 POLICY_USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +58,8 @@ _WHAT = {
 
 
 def card(checkpoint: Checkpoint, config: Config, critic: bool = False, adapter: bool = False) -> str:
-    """The text of `README.md` for the exported policy, its adapter or the critic: YAML front matter and Markdown."""
+    """Write the text of `README.md` for the exported policy, its adapter or the critic: YAML front matter and
+    Markdown."""
     started = (config.critic.path if critic else None) or config.model.path
     front: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -88,7 +89,7 @@ def card(checkpoint: Checkpoint, config: Config, critic: bool = False, adapter: 
 
 
 def _validation(checkpoint: Checkpoint) -> str:
-    """A table of the run's first validation beside that of the exported weights."""
+    """Make a table with the run's first validation and the validation of the exported weights."""
     measured = {}
     for iteration, record in checkpoint.metrics().items():
         metrics = {name: value for name, value in record.items() if name.startswith(("val-core/", "val-aux/"))}

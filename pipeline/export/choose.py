@@ -1,4 +1,4 @@
-"""Choose a checkpoint of a run: the newest, the one of an iteration, or the best by a metric."""
+"""The choice of a run's checkpoint: the newest, the one of an iteration, or the best by a metric."""
 
 import atexit
 import shutil
@@ -26,28 +26,28 @@ class Checkpoint:
     path: Path
     iteration: int
     run_dir: Path
-    """Folder of its run; `path` where the checkpoint lies outside of a run."""
+    """Folder of its run; `path` if the checkpoint lies outside of a run."""
     mlflow_run_id: str | None
     """Id of the MLflow run that tracked the training, if one did."""
 
     def config(self) -> Config:
-        """Settings of the run when the checkpoint was saved."""
+        """Load the settings of the run when the checkpoint was saved."""
         return load_yaml(self.path / CONFIG_FILE, Config)
 
     def metrics(self) -> dict[int, dict]:
-        """Metrics of the run by iteration."""
+        """Read the metrics of the run by iteration."""
         return {record["iteration"]: record for record in read_history(self.run_dir / METRICS)}
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run or of a checkpoint."""
+    """Return whether `path` is the folder of a run or of a checkpoint."""
     return (path / CONFIG_FILE).is_file() or (path / checkpoints.PROGRESS).is_file()
 
 
 def choose(
     path: Path, iteration: int | None = None, best: str | None = None, lowest: bool = False
 ) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint of the run in `path`, by default the newest complete one.
+    """Choose a checkpoint of the run in `path`, by default the newest complete one.
 
     Args:
         path: folder of a run or of a checkpoint.
@@ -60,8 +60,7 @@ def choose(
         interrupted.
 
     Raises:
-        ValueError: there is no such checkpoint, it is incomplete or damaged, or the metric was not measured where one
-            was saved.
+        ValueError: no checkpoint fits, it is incomplete or damaged, or no saved iteration has the metric.
         OSError: the storage of the checkpoints does not answer.
     """
     path = path.absolute()
@@ -104,7 +103,7 @@ def choose(
 
 
 def _open(place: str, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint in the folder or URL `place`; None if it is incomplete. Raises Damaged."""
+    """Open the checkpoint in the folder or URL `place`; None if it is incomplete. Raises Damaged."""
     saved = checkpoints.read(place)
     if saved is None:
         return None
@@ -122,7 +121,7 @@ def _open(place: str, run_dir: Path) -> Checkpoint | None:
 
 
 def _by_metric(history: Path, saved: list[int], metric: str, lowest: bool) -> list[int]:
-    """The iterations `saved` that have a value of `metric`, the best first."""
+    """Return the iterations of `saved` that have a value of `metric`, the best first."""
     records = read_history(history)
     values = {record["iteration"]: record[metric] for record in records if record.get(metric) is not None}
     if not values:

@@ -1,12 +1,12 @@
-"""Write a checkpoint as a Hugging Face folder: weights, config, tokenizer with chat template, model card.
+"""The export of a checkpoint as a Hugging Face folder: weights, config, tokenizer with chat template, model card.
 
 1. The model's class is built on the `meta` device, without memory, to learn its weights' names, which of them are tied,
    and how `transformers` saves its kind. The weights themselves come from the checkpoint, one after the other.
 2. `generation_config.json` has the base model's special tokens, all that end a response (`models/ends.py`), and the
    sampling of the run's validation. The base model's own sampling was chosen for another policy.
-3. A checkpoint of a model with adapters holds these alone. They are merged into the weights of the base, or written as
-   they are, in peft's format.
-4. The folder is written beside its place and renamed, so an interrupted export never looks like a model.
+3. A checkpoint of a model with adapters holds only the adapters. They are merged into the weights of the base, or
+   written as they are, in peft's format.
+4. The folder is written under a temporary name and renamed, so an interrupted export never looks like a model.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from pipeline.export.choose import Checkpoint
 from pipeline.models import adapter
 from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.ends import Ends, as_stored, find_ends
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.precision import torch_dtype
 from pipeline.models.pretrained import PREFIX
 from pipeline.models.quantised import check_not_quantised
 from pipeline.models.save import written_whole
@@ -58,25 +58,25 @@ def export(
     Args:
         checkpoint: the checkpoint.
         out: a new or empty folder, unless `replace` is set.
-        dtype: type of the weights; None writes them as they were trained.
+        dtype: type of the weights; None keeps the type of training.
         critic: write the critic, as a model for token classification with one label: the value of the text so far.
         base: the model that the run started from, if it has moved since.
         replace: replace the folder `out`.
         alone: write the policy's adapter without the base.
 
     Returns:
-        where answers of the model end; None for a critic.
+        the tokens that end answers of the model; None for a critic.
 
     Raises:
         ValueError: the checkpoint, the base model or `out` cannot be used.
         OSError: the folder cannot be written.
     """
-    # A bar for a second's writing would stand between the lines that the commands print.
+    # A progress bar for a second's writing would interrupt the lines that the commands print.
     disable_progress_bar()
     config = checkpoint.config()
     model = _base_model(config, checkpoint.run_dir, base, critic)
     if not replace:
-        # Checkpoints are deleted with all that is in their folders.
+        # Checkpoints are deleted with all files in their folders.
         inside = checkpoint.path.parent.name == FOLDER
         checkpoints = checkpoint.path.parent if inside else checkpoint.path
         check_out(out, (model.path, model.tokenizer_path, str(checkpoints)))
@@ -131,9 +131,9 @@ def merged(
     dtype: torch.dtype | None,
     kept: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The whole weights of a learner, from those of its base and what was trained, by their names in the module.
+    """Compute the whole weights of a learner from the base's weights and the trained ones, by names in the module.
 
-    They are of type `dtype`, except for those in `kept`; None leaves theirs.
+    They are of type `dtype`, except for those in `kept`; None keeps the types of the base.
 
     Raises ValueError for an adapter of another model.
     """
@@ -155,10 +155,10 @@ def merged(
 def read_weights(
     folder: Path, learner: str, dtype: torch.dtype | None = None, kept: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Full weights of the `actor` or `critic` by their names in the module, however many ranks saved them.
+    """Read the full weights of the `actor` or `critic` by their names in the module, saved by any number of ranks.
 
-    They are read one by one into the result, so the memory needed is that of the result. Weights are converted to
-    `dtype`, except for those in `kept`; None keeps all types.
+    They are read one by one into the result, so no further memory is needed. Weights are converted to `dtype`, except
+    for those in `kept`; None keeps all types.
 
     Raises:
         ValueError: the checkpoint is damaged or has no such learner.
@@ -177,13 +177,14 @@ def read_weights(
 
 
 def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -> ModelConfig:
-    """The model of config and tokenizer: `base`, else the one that the run started from, else the one it saved."""
+    """Return the model of config and tokenizer: `base`, else the one that the run started from, else the one it
+    saved."""
     path = base or (config.critic.path if critic else None) or config.model.path or ""
     try:
         folder = named_folder(path, "--base" if base else "model.path")
     except ValueError as error:
         folder = run_dir / "model"
-        # That model has the adapter in it already.
+        # That model contains the adapter already.
         if base or critic or config.model.lora.rank or not (folder / "config.json").is_file():
             raise ValueError(f"{error}; name the model that the run started from with --base") from error
     path = str(folder or path)
@@ -192,7 +193,7 @@ def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -
     try:
         named_folder(tokenizer or path)
     except ValueError:
-        # The folder of the tokenizer is gone; the model has one too.
+        # The tokenizer's folder is gone, but the model has a tokenizer too.
         tokenizer = None
     if critic and not tokenizer and not base:
         # The critic reads the policy's tokens.
@@ -208,7 +209,7 @@ def _hf_config(model: ModelConfig) -> Any:
 
 
 def _without_weights(model: ModelConfig, critic: bool) -> Any:
-    """The language model, or the token classifier that a critic is exported as, on the `meta` device."""
+    """Build the language model, or the token classifier for a critic, on the `meta` device."""
     config = _hf_config(model)
     auto: Any = AutoModelForCausalLM
     if critic:
@@ -222,7 +223,8 @@ def _without_weights(model: ModelConfig, critic: bool) -> Any:
 
 
 def _buffers(lm: Any, critic: bool) -> set[str]:
-    """Names in the learner's module of the buffers that `lm` saves: they keep their type, as in any checkpoint."""
+    """Return the names, in the learner's module, of buffers that `lm` saves: they keep their type, as in any
+    checkpoint."""
     names = [name for name, tensor in tensors(lm) if not is_weight(tensor)]
     if critic:
         return {name.replace(lm.base_model_prefix, "decoder", 1) for name in names}
@@ -230,7 +232,7 @@ def _buffers(lm: Any, critic: bool) -> set[str]:
 
 
 def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
-    """Weights of a critic (`decoder.*` and its head) under the names of the token classifier `lm`."""
+    """Rename the weights of a critic (`decoder.*` and its head) for the token classifier `lm`."""
     decoder = f"{lm.base_model_prefix}."
     heads = [name.rpartition(".")[0] for name, _ in lm.named_parameters() if not name.startswith(decoder)]
     head = min(heads, default="score")
@@ -242,7 +244,7 @@ def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
 
 
 def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Those of the weights that `lm` saves; a tied weight has its first name only."""
+    """Select the weights that `lm` saves; a tied weight has only its first name."""
     expected = dict(tensors(lm))
     for name, tensor in expected.items():
         shape = list(named[name].shape) if name in named else None
@@ -256,7 +258,7 @@ def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str,
 
 
 def _generation_config(model: ModelConfig, ends: Ends, sampling: SamplingConfig) -> GenerationConfig:
-    """The special tokens of the base model and the ends of answers, with the sampling of the run's validation."""
+    """Combine the base model's special tokens, the ends of answers, and the sampling of the run's validation."""
     assert model.path is not None
     try:
         base = GenerationConfig.from_pretrained(model.path)

@@ -1,7 +1,7 @@
-"""Register an exported model in MLflow: a version of a registered model, its alias, and its lineage.
+"""The registration of an exported model in MLflow: a version of a registered model, its alias, and its lineage.
 
-1. The tracker is the run's: the server that `MLFLOW_TRACKING_URI` names, else the database beside the folders of
-   the runs.
+1. The tracker is the run's: the server that `MLFLOW_TRACKING_URI` names, else the database next to the folders of the
+   runs.
 2. A server gets the files as artifacts of the run, since other machines have to reach them. In a database on this
    machine the version names the exported folder.
 3. The version names the MLflow run that trained the weights, whose id the checkpoint holds. That run has the prompt
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def connect(checkpoint: Checkpoint) -> "tuple[MlflowClient, str]":
-    """A client of the tracker that has the checkpoint's run, and the id of its MLflow run.
+    """Connect to the tracker that has the checkpoint's run; returns the client, and the id of the MLflow run.
 
     Raises:
         ValueError: MLflow did not track the run, or its tracker is not known or does not have the run.
@@ -90,7 +90,7 @@ def register(checkpoint: Checkpoint, folder: Path, name: str, alias: str | None 
 
 
 def _source(client: "MlflowClient", run_id: str, folder: Path, iteration: int) -> str:
-    """The address of the version's files."""
+    """Return the address of the version's files."""
     if not str(client.tracking_uri).startswith(("http://", "https://", "databricks")):
         return folder.absolute().as_uri()
     place = f"export/iteration_{iteration:06d}"

@@ -1,12 +1,12 @@
-"""Serve a model behind the OpenAI API: Ray Serve's deployment for language models, with vLLM's server in each replica.
+"""The deployment of a model with the OpenAI API: Ray Serve's for language models, with vLLM's server in each replica.
 
     client ─► Serve's HTTP proxy ─► replica: vLLM's FastAPI app ─► vLLM engine
 
-1. `ray.serve.llm` places replicas, starts their engines and scales them. Chat, completions, streaming, `/health` and
-   `/metrics` are those of vLLM's server; no protocol is written here.
+1. `ray.serve.llm` places replicas, starts their engines and scales them. vLLM's server provides chat, completions,
+   streaming, `/health` and `/metrics`; no protocol is written here.
 2. The settings that a run validated with (`slipstream.json` of an exported model) become the engine's settings and the
-   defaults of a request: type, template arguments, sampling. So greedy answers are those of the validation. A request
-   may still set its own `temperature`, `max_tokens` and so on.
+   defaults of a request: type, template arguments, sampling. So greedy answers equal the validation's. A request may
+   still set its own `temperature`, `max_tokens` and so on.
 3. On CPUs the engine runs as a process of the replica, so all CPUs of the replica are the engine's.
 """
 
@@ -37,7 +37,7 @@ MIN_BATCHED_TOKENS = 8192
 
 @dataclass
 class ServeOptions:
-    """How a model is deployed, see `python -m jobs.serve --help`; None takes the run's setting, or a default."""
+    """The options of a deployment, see `python -m jobs.serve --help`; None takes the run's setting, or a default."""
 
     name: str | None = None
     """Name of the model for clients, and of the application for Serve."""
@@ -45,16 +45,16 @@ class ServeOptions:
     max_replicas: int | None = None
     target_ongoing_requests: int = 64
     num_cpus: float | None = None
-    """Ray CPUs of a replica, per GPU where it has several."""
+    """Ray CPUs of a replica, per GPU if it has several."""
     num_gpus: float | None = None
     max_tokens: int | None = None
     tool_parser: str | None = None
     """vLLM's parser of the model's calls, `auto` or `none`."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
-    """Arguments of vLLM's engine and server, which replace those of the run."""
+    """Arguments of vLLM's engine and server, which replace the run's."""
 
     def replicas(self) -> tuple[int, int]:
-        """The fewest and the most replicas.
+        """Return the smallest and the largest number of replicas.
 
         Raises:
             ValueError: they are impossible.
@@ -66,7 +66,7 @@ class ServeOptions:
         return low, high
 
     def resources(self, model: "ServedModel") -> tuple[float, float]:
-        """Ray CPUs per GPU, and Ray GPUs, of one replica.
+        """Return Ray CPUs per GPU, and Ray GPUs, of one replica.
 
         Raises:
             ValueError: they are impossible.
@@ -79,7 +79,7 @@ class ServeOptions:
 
 
 def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]:
-    """Arguments of vLLM's engine and server (`AsyncEngineArgs` and `FrontendArgs`), without the API key."""
+    """Collect the arguments of vLLM's engine and server (`AsyncEngineArgs` and `FrontendArgs`), without the API key."""
     chosen = model.engine("engine_kwargs", {}) | dict(options.engine)
     arguments: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
 
 
 def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None = None) -> "LLMConfig":
-    """The configuration for `ray.serve.llm`; without an API key any request is accepted.
+    """Make the configuration for `ray.serve.llm`; without an API key any request is accepted.
 
     Raises:
         ValueError: an argument of the engine is unknown, or the replicas or their resources are impossible.
@@ -131,7 +131,7 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
     if not arguments.get("tool_call_parser"):
         middleware.append("pipeline.export.tools.RefuseTools")
     if api_key:
-        # The last one is asked first.
+        # The last middleware is the first to get a request.
         middleware.append("pipeline.export.api_key.RequireKey")
         arguments["api_key"] = [api_key]
     if middleware:
@@ -159,7 +159,7 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
                 "max_replicas": high,
                 "target_ongoing_requests": options.target_ongoing_requests,
             },
-            # The replica itself only waits; the resources of the bundle are the engine's.
+            # The replica itself only waits; the engine uses the resources of the bundle.
             "ray_actor_options": {"num_cpus": 0},
         },
     )
@@ -168,7 +168,7 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
 
 
 def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
-    """Where answers of a model end, with the tokenizer and the template arguments that it is served with.
+    """Find the tokens that end answers of a model, with the tokenizer and the template arguments of the server.
 
     Raises:
         ValueError: its tokenizer cannot be loaded.
@@ -181,10 +181,10 @@ def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
 
 @contextmanager
 def weights_alone(model: "ServedModel") -> Iterator["ServedModel"]:
-    """The model without files of weights that engines would read in place of its own; see `weight_files.py`.
+    """Provide the model without files of weights that engines would read in place of its own; see `weight_files.py`.
 
     Raises:
-        ValueError: there are such files, and replicas may run on other machines; or a file is damaged.
+        ValueError: such files exist, and replicas may run on other machines; or a file is damaged.
     """
     folder = Path(model.path)
     found = find_weights(folder) if folder.is_dir() else None
@@ -212,21 +212,21 @@ def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> N
 
 
 def application(config: "LLMConfig") -> "Application":
-    """The application for Serve; Ray must be running."""
+    """Build the application for Serve; Ray must be running."""
     import ray
     from ray import serve
     from ray.serve.llm import build_llm_deployment
     from ray.serve.llm.deployment import LLMServer
 
     options = config.runtime_env or {}
-    # The deployment's variables would replace those of this process's job.
+    # The deployment's variables would replace the variables of this process's job.
     inherited = dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
     options["env_vars"] = inherited | options.get("env_vars", {})
     return build_llm_deployment(config, name_prefix="LLM:", deployment_cls=serve.ingress()(LLMServer))
 
 
 def wait_until_running(name: str, timeout: float) -> None:
-    """Wait at most `timeout` seconds until the application `name` runs, and print what Serve says meanwhile.
+    """Wait at most `timeout` seconds until the application `name` runs, and print Serve's messages meanwhile.
 
     Raises:
         RuntimeError: it cannot be started.

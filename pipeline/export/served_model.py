@@ -1,4 +1,4 @@
-"""Find the model that `jobs.serve` is to serve: of a run, in a folder, on the Hub, or registered in MLflow."""
+"""The model that `jobs.serve` serves: of a run, in a folder, on the Hub, or registered in MLflow."""
 
 import os
 from dataclasses import dataclass, field
@@ -26,34 +26,34 @@ class ServedModel:
     path: str
     """Folder or Hub name."""
     name: str
-    """Its name for clients."""
+    """Name of the model for clients."""
     settings: ModelSettings | None
-    """How its run validated it, if that is known."""
+    """Settings of its run's validation, if they are known."""
     config: Config | None = None
     """Settings of its run, if it comes from one."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
     calls: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM by which calls of tools are read (`tools.py`)."""
+    """Arguments of vLLM that make it read calls of tools (`tools.py`)."""
 
     def engine(self, key: str, default: Any) -> Any:
-        """The run's setting `rollout.KEY`, or `default` without a run."""
+        """Return the run's setting `rollout.KEY`, or `default` without a run."""
         return default if self.config is None else getattr(self.config.rollout, key)
 
 
 def find(target: str, iteration: int | None = None, best: str | None = None, lowest: bool = False) -> ServedModel:
-    """The model that `target` names.
+    """Find the model that `target` names.
 
-    A run's checkpoint is exported to `RUN/exports/iteration_N` in the type that the run's engines computed in, each
-    time again: a run that was repeated has other weights under the same number.
+    A run's checkpoint is exported to `RUN/exports/iteration_N` in the dtype of the run's engines. The export is
+    repeated each time: a run that was repeated has other weights under the same number.
 
     Args:
         target: a run's folder, one of its checkpoints, a Hugging Face folder, a Hub name, or `models:/NAME@ALIAS`.
         iteration, best, lowest: which checkpoint of a run, see `choose`.
 
     Raises:
-        ValueError: `target` is a folder that is not there or holds no model, or a checkpoint is asked of something
-            that is no run.
+        ValueError: `target` is a folder that does not exist or holds no model, or a checkpoint is requested of
+            something that is not a run.
         OSError: the export cannot be written.
     """
     path = local_path(target).absolute()
@@ -99,7 +99,7 @@ def notes_on_files(model: ServedModel) -> list[str]:
 
 
 def _download(uri: str) -> Path:
-    """The files of a registered model, on this machine."""
+    """Download the files of a registered model to this machine."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         raise ValueError(f"{uri} is a registered model; set MLFLOW_TRACKING_URI to the tracker that has it")
     for name, value in QUIET.items():

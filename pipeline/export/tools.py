@@ -1,4 +1,4 @@
-"""Calls of tools, as a served model writes them: vLLM's parser that reads them, or a refusal of requests with tools.
+"""The tool calls of a served model: vLLM's parser that reads them, or a refusal of requests with tools.
 
 The parser is proven as before a run (`agent/calls.py`): it must read a call that the model's own chat template writes.
 """
@@ -21,24 +21,24 @@ REFUSAL = (
 _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 _WEATHER = {"name": "weather", "description": "The weather of a place.", "parameters": _PLACE}
 EXAMPLES = [{"type": "function", "function": _WEATHER}]
-"""Tools that a parser is proven with; those of requests are not known before."""
+"""Tools with which a parser is proven; the tools of requests are not known before."""
 
 
 def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
-    """The model with the arguments of vLLM that have calls read, and a note on how.
+    """Add the arguments with which vLLM reads calls to the model, and a note on the parser.
 
     Args:
-        chosen: `--tool-parser`; None takes that of the run.
+        chosen: `--tool-parser`; None takes the run's parser.
 
     Raises:
-        ValueError: the chosen parser does not read the calls of the model's chat template, or this writes none.
+        ValueError: the chosen parser does not read the calls of the model's chat template, or the template writes none.
     """
     settings = model.settings
     parser, reasoning = (NONE, NONE) if settings is None else (settings.tool_parser, settings.reasoning_parser)
     parser = chosen or parser
     if parser == NONE:
         return model
-    # They take seconds to import.
+    # These imports take seconds.
     from pipeline.agent.bridge import Bridge
     from pipeline.agent.calls import Reader
     from pipeline.config.model import ModelConfig
@@ -90,6 +90,6 @@ def _has_tools(body: bytes) -> bool:
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        # The server says what is wrong with it.
+        # The server reports the error.
         return False
     return isinstance(request, dict) and bool(request.get("tools")) and request.get("tool_choice") != NONE

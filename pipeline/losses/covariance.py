@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
 from pipeline.losses.ppo import ppo_clip
-from pipeline.losses.registry import MAX_LOG_RATIO, Candidates, LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import MAX_LOG_RATIO, Candidates, LossInput, Sums, token_sums
 
 
 def covariances(tokens: Candidates) -> np.ndarray:
@@ -37,7 +37,6 @@ def kl_cov_mask(tokens: Candidates, config: ActorConfig) -> np.ndarray:
     return _first(order, config.policy_loss.kl_cov_ratio, tokens)
 
 
-@register_policy_loss("clip_cov", token_mask_fn=clip_cov_mask, zero_without_advantage=True, per_token=True)
 def clip_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Clip-Cov (Cui et al. 2025): `ppo_clip`, and 0 for the tokens of `clip_cov_mask`.
 
@@ -52,7 +51,6 @@ def clip_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return per_token, token_sums(data, pg_clipfrac=clipped, cov_frac=token_mask)
 
 
-@register_policy_loss("kl_cov", token_mask_fn=kl_cov_mask, per_token=True)
 def kl_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """KL-Cov (Cui et al. 2025): `-A r`, plus `ppo_kl_coef |log r|` for the tokens of `kl_cov_mask`.
 

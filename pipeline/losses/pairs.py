@@ -5,10 +5,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
-@register_policy_loss("online_dpo", zero_without_advantage=True, of_pairs=True)
 def online_dpo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on the best and the worst response of each group.
 

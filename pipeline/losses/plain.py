@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
-@register_policy_loss("gpg", zero_without_advantage=True, per_token=True)
 def gpg(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): `-A log_probs`, with `algorithm.adv_estimator=gpg`.
 
@@ -15,7 +14,6 @@ def gpg(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return reinforce(data, config)
 
 
-@register_policy_loss("reinforce", zero_without_advantage=True, per_token=True)
 def reinforce(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """REINFORCE (Williams 1992): `-A log_probs`.
 

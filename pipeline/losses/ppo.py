@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
 def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,6 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
     return torch.maximum(plain, clipped), clipped > plain
 
 
-@register_policy_loss("vanilla", zero_without_advantage=True, per_token=True)
 def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """PPO's clipped loss with separate clip bounds and the dual clip (Ye et al. 2020, equation 5).
 
@@ -45,7 +44,6 @@ def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return per_token, token_sums(data, pg_clipfrac=clipped, pg_clipfrac_lower=negative & (ppo > bound))
 
 
-@register_policy_loss("cispo", zero_without_advantage=True, per_token=True)
 def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
 
@@ -60,7 +58,6 @@ def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return per_token, token_sums(data, pg_clipfrac=weight != ratio)
 
 
-@register_policy_loss("dppo_tv", zero_without_advantage=True, per_token=True)
 def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary total variation (Qi et al. 2026, arXiv 2602.04879): a trust region in probabilities.
 
@@ -80,7 +77,6 @@ def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return _dppo(data, valid, config)
 
 
-@register_policy_loss("dppo_kl", zero_without_advantage=True, per_token=True)
 def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): `dppo_tv` with another distance.
 

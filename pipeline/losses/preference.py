@@ -8,58 +8,47 @@ in nats. `beta` times it is the answer's reward.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from torch.nn.functional import logsigmoid
 
 from pipeline.config.preference import PreferenceLossConfig
-from pipeline.registry import look_up, register
+from pipeline.registry import Entry, look_up, register
 
 
 @dataclass(frozen=True)
 class PreferenceInput:
-    """The answers of one micro-batch: C chosen (good) ones, R rejected (bad) ones; of pairs, C = R in equal order."""
+    """The answers of the C pairs of one micro-batch."""
 
     chosen: Tensor
     """[C] log ratios, with gradient."""
     rejected: Tensor
-    """[R] log ratios, with gradient."""
+    """[C] log ratios, with gradient."""
     chosen_tokens: Tensor
     """[C] learnt tokens of each chosen answer."""
     rejected_tokens: Tensor
-    """[R] learnt tokens of each rejected answer."""
-    margin: Tensor
-    """[C] by how much the reward of `chosen` should exceed the other's; read by losses of pairs."""
-    kl: Tensor
-    """Scalar, the estimated KL(policy || reference) of the step's global batch in nats, at least 0; 0 for losses of
-    pairs."""
+    """[C] learnt tokens of each rejected answer."""
 
 
 PreferenceFunction = Callable[[PreferenceInput, PreferenceLossConfig], Tensor]
-"""Returns [C] losses of the pairs, or [C + R] losses of the answers if the loss does not compare pairs."""
+"""Returns [C] losses of the pairs."""
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
+class PreferenceLoss(Entry):
     """A registered loss."""
-
-    name: str
-    function: PreferenceFunction
-    paired: bool = True
-    """True if the loss compares the two sides of a pair. Otherwise it reads single answers, and `kl`."""
 
 
 _LOSSES: dict[str, PreferenceLoss] = {}
 
 
-def register_preference_loss(name: str, paired: bool = True) -> Callable[[PreferenceFunction], PreferenceFunction]:
+def register_preference_loss(name: str) -> Callable[[PreferenceFunction], PreferenceFunction]:
     """Return a decorator that makes a loss known as `loss.type=name`.
 
     Raises ValueError if the name belongs to another function.
     """
 
     def decorate(function: PreferenceFunction) -> PreferenceFunction:
-        register("preference loss", _LOSSES, name, PreferenceLoss(name, function, paired))
+        register("preference loss", _LOSSES, PreferenceLoss(name, function))
         return function
 
     return decorate
@@ -77,18 +66,11 @@ def get_preference_loss(name: str) -> PreferenceLoss:
 def sigmoid(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
     """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7): -log sigmoid(d), for the difference d of the rewards.
 
-    With a margin m it is -log sigmoid(d - m) (ODPO, Amini et al. 2024, arXiv 2402.10571). With `label_smoothing` e it
-    is (1 - e) of that, and e of the same with both sides exchanged: -log sigmoid(-(d - m)) (cDPO, Mitchell 2023).
+    With `label_smoothing` e it is (1 - e) of that, and e of the same with both sides exchanged: -log sigmoid(-d) (cDPO,
+    Mitchell 2023).
     """
-    lead = config.beta * (data.chosen - data.rejected) - data.margin
+    lead = config.beta * (data.chosen - data.rejected)
     return -(1 - config.label_smoothing) * logsigmoid(lead) - config.label_smoothing * logsigmoid(-lead)
-
-
-@register_preference_loss("hinge")
-def hinge(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """SLiC's hinge on the rewards (Zhao et al. 2023, arXiv 2305.10425; Liu et al. 2023, arXiv 2309.06657): max(0, 1 -
-    (d - m)), for the difference d of the rewards and the margin m."""
-    return relu(1 - (config.beta * (data.chosen - data.rejected) - data.margin))
 
 
 @register_preference_loss("ipo")
@@ -103,28 +85,16 @@ def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
     return (chosen - rejected - 1 / (2 * config.beta)).square()
 
 
-@register_preference_loss("kto", paired=False)
-def kto(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equation 8): weight * (1 - sigmoid(v)).
-
-    v is beta * (log ratio - KL) of a good answer, and beta * (KL - log ratio) of a bad one. The KL is estimated,
-    without gradient, over answers to the prompts of other rows.
-    """
-    good = config.desirable_weight * torch.sigmoid(-config.beta * (data.chosen - data.kl))
-    bad = config.undesirable_weight * torch.sigmoid(-config.beta * (data.kl - data.rejected))
-    return torch.cat([good, bad])
-
-
 def checked(loss: PreferenceLoss, data: PreferenceInput, losses: object) -> Tensor:
     """Return `losses`, the return value of a loss, after a check of its form.
 
     Raises ValueError if the form is wrong.
     """
-    wanted = len(data.chosen) + (0 if loss.paired else len(data.rejected))
+    wanted = len(data.chosen)
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
     if not isinstance(losses, Tensor) or losses.shape != (wanted,):
         raise ValueError(
             f"preference loss {loss.name!r} returned losses of shape {shape}; one number for each of the {wanted} "
-            f"{'pairs' if loss.paired else 'answers'} was expected"
+            "pairs was expected"
         )
     return losses

@@ -1,6 +1,7 @@
 """Policy losses: pure functions from log-probs and advantages to one loss per token.
 
-A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)` under `@register_policy_loss("name")`.
+A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)`. A built-in one has an entry with its facts in
+`pipeline/catalogue.py`; a user's own states them in `@register_policy_loss("name", ...)`.
 
 1. Tokens are flat: a micro-batch is the response tokens of its sequences one after the other, `[N]`, without padding.
    `row_index [N]` gives the sequence of each token: a row's whole response, all contexts of an episode included.
@@ -24,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.catalogue import POLICY_LOSSES, PolicyLoss
 from pipeline.config.learner import ActorConfig
-from pipeline.registry import look_up, register
+from pipeline.registry import register
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to plus or minus this, so that `exp` stays finite (e^20 is about 4.9e8)."""
@@ -111,51 +113,19 @@ TokenMaskFunction = Callable[[Candidates, ActorConfig], np.ndarray]
 """Returns [M] bool."""
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A registered policy loss."""
+def register_policy_loss(name: str, **facts: Any) -> Callable[[LossFunction], LossFunction]:
+    """Return a decorator that makes a loss of yours known as `actor.policy_loss.loss_mode=name`.
 
-    name: str
-    function: LossFunction
-    token_mask_fn: TokenMaskFunction | None = None
-    zero_without_advantage: bool = False
-    """Rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
-    per_token: bool = False
-    """A token's loss depends on no other token, so the contexts of a row may pass through the model apart."""
-    of_pairs: bool = False
-    """The loss compares two responses of each group, one with advantage above 0 and one below. Other rows do not train.
-    It reads `pair_margin`, and so the reference."""
+    `facts` are the fields of `catalogue.PolicyLoss`.
 
-
-_POLICY_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register_policy_loss(
-    name: str,
-    token_mask_fn: TokenMaskFunction | None = None,
-    zero_without_advantage: bool = False,
-    per_token: bool = False,
-    of_pairs: bool = False,
-) -> Callable[[LossFunction], LossFunction]:
-    """Return a decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
-
-    Raises ValueError if the name belongs to another function.
+    Raises ValueError if the name belongs to another function, TypeError for an unknown fact.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
-        entry = PolicyLoss(name, function, token_mask_fn, zero_without_advantage, per_token, of_pairs)
-        register("policy loss", _POLICY_LOSSES, name, entry)
+        register("policy loss", POLICY_LOSSES, PolicyLoss(name, function, **facts))
         return function
 
     return decorate
-
-
-def get_policy_loss(name: str) -> PolicyLoss:
-    """Return the loss of `actor.policy_loss.loss_mode`: a registered name or a path `package.module:function`.
-
-    Raises ValueError as `look_up` does.
-    """
-    return look_up("actor.policy_loss.loss_mode", name, _POLICY_LOSSES, PolicyLoss)
 
 
 def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:

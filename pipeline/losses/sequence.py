@@ -5,13 +5,12 @@ from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
 from pipeline.losses.ppo import ppo_clip
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import LossInput, Sums, token_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """Upper clamp of the log ratio of a sequence in GSPO (e^10 is about 2.2e4)."""
 
 
-@register_policy_loss("gspo", zero_without_advantage=True)
 def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), in its token-level form (section 4.3).
 
@@ -29,7 +28,6 @@ def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return per_token, token_sums(data, pg_clipfrac=clipped)
 
 
-@register_policy_loss("geo_mean", zero_without_advantage=True)
 def geo_mean(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Geometric-mean policy optimisation, GMPO (Zhao et al. 2025, arXiv 2507.20673).
 

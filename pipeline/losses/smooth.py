@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
+from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
-@register_policy_loss("sapo", zero_without_advantage=True, per_token=True)
 def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a gate in place of the clip.
 
@@ -25,7 +24,6 @@ def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     return -advantages * gate, token_sums(data)
 
 
-@register_policy_loss("dro", per_token=True)
 def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107) with given advantages.
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.precision import torch_dtype
 from pipeline.models.save import WeightFiles, gathered_blocks, partial_of, take_place
 from pipeline.models.save_settings import save_settings
 from pipeline.models.slices import adopt, take_slices
@@ -35,18 +36,6 @@ if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
 
 Module = TypeVar("Module", bound=nn.Module)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def torch_dtype(name: str, key: str) -> torch.dtype:
-    """Return the torch type called `name`; `key` is the configuration key it came from.
-
-    Raises ValueError if `name` is not in `DTYPES`.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"{key}={name} is not a known type; use one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Computing in another type, without another copy of the model."""
+"""Types of numbers by name, and computing in another type without another copy of the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str, key: str) -> torch.dtype:
+    """Return the torch type called `name`; `key` is the configuration key it came from.
+
+    Raises ValueError if `name` is not in `DTYPES`.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"{key}={name} is not a known type; use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
 
 
 @contextmanager

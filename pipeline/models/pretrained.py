@@ -13,10 +13,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
 from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
+from pipeline.models.precision import torch_dtype
 from pipeline.models.quantised import check_not_quantised
 from pipeline.models.repeatable import without_dropout
 from pipeline.models.rope import fix_ropes

@@ -8,9 +8,8 @@ from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.bounds import sentences, violations
 from pipeline.derived import uses_agent, uses_engines
+from pipeline.imports import is_spec
 
-_MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-_ONE = re.compile(rf"(?:{_MODULE}|.*\.py):[A-Za-z_]\w*", re.ASCII)
 _FILE = re.compile(r".*\.(?:py|ya?ml)", re.ASCII)
 _MCP = re.compile(r"mcp:\s*\S.*")
 _OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
@@ -52,14 +51,12 @@ def _of_agent(config: Config) -> Iterator[str]:
 
 def _names(agent: AgentConfig) -> Iterator[str]:
     """Names that cannot be those of an environment, a tool or a variable."""
-    if agent.environment is not None and not (
-        _OPENENV.fullmatch(agent.environment) or _ONE.fullmatch(agent.environment)
-    ):
+    if agent.environment is not None and not (_OPENENV.fullmatch(agent.environment) or is_spec(agent.environment)):
         yield (
             f"agent.environment={agent.environment!r} is not the name of a class; write module:Class, such as "
             "my_game:HigherLower, the file, such as /code/my_game.py:HigherLower, or openenv:URL"
         )
-    if agent.program is not None and not _ONE.fullmatch(agent.program):
+    if agent.program is not None and not is_spec(agent.program):
         yield (
             f"agent.program={agent.program!r} is not the name of a function; write module:function, such as "
             "my_program:run, or the file, such as /code/my_program.py:run"
@@ -67,7 +64,7 @@ def _names(agent: AgentConfig) -> Iterator[str]:
     for number, tool in enumerate(agent.tools):
         if not isinstance(tool, str):
             yield f"agent.tools[{number}]={tool!r} is no text; write it in quotes, such as 'mcp: COMMAND'"
-        elif not any(form.fullmatch(tool) for form in (_ONE, _FILE, _MCP)):
+        elif not (is_spec(tool) or any(form.fullmatch(tool) for form in (_FILE, _MCP))):
             yield (
                 f"agent.tools[{number}]={tool!r} is not the name of a tool; write module:function, such as "
                 "my_tools:calc, a file, such as /code/my_tools.py, or mcp: COMMAND or URL"
@@ -79,10 +76,9 @@ def _names(agent: AgentConfig) -> Iterator[str]:
             yield f"agent.env_vars: {variable!r} is not the name of an environment variable"
         if not _is_word(value):
             yield f"agent.env_vars.{variable}={value!r} is no text that an environment variable can hold"
-    for key, words in (("command", agent.command), ("preload", agent.preload)):
-        for number, word in enumerate(words):
-            if not _is_word(word):
-                yield f"agent.{key}[{number}]={word!r} is no text that a command can hold; write it in quotes"
+    for number, word in enumerate(agent.command):
+        if not _is_word(word):
+            yield f"agent.command[{number}]={word!r} is no text that a command can hold; write it in quotes"
 
 
 def _is_word(value: object) -> bool:

@@ -1,46 +1,25 @@
 """Estimators, losses, KL, critic and off-policy correction that cannot be combined. Part of `checks.check`."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from pipeline.advantage import registry as estimators
-from pipeline.advantage.estimators import Estimator, get_adv_estimator
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES, Estimator, get_adv_estimator, get_policy_loss
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.config.scoring import TRAIN_WORKERS
 from pipeline.derived import (
-    OF_PAIRS,
-    WITHOUT_RATIO,
+    policy_loss,
     reads_reference,
     reference_is_base,
     rollout_correction,
     uses_agent,
     uses_critic,
-    uses_pairs,
     uses_policy_scores,
     uses_reference,
     why_not_streamed,
 )
+from pipeline.registry import Entry
 from pipeline.train.correction import parse
-
-POLICY_LOSSES = (
-    *("vanilla", "gspo", "geo_mean", "cispo", "sapo", "dro"),
-    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "gpg", "reinforce", "online_dpo"),
-)
-"""Built-in names of `actor.policy_loss.loss_mode`, as the losses register them (the registry imports torch)."""
-
-CLIPPED_RATIO = ("vanilla", "gspo", "cispo", "clip_cov")
-"""Those of them that hold the ratio above 1 - `clip_ratio_low`; for the others it bounds something else or nothing."""
-
-COMPARE_IN_GROUP = (
-    *("grpo", "turn_grpo", "gdpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline", "online_dpo"),
-)
-"""Built-in estimators that compare a response with the others of its group."""
-
-NEED_NO_GROUP = ("gae", "reinforce_plus_plus", "remax")
-"""Built-in estimators that do not."""
 
 _ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.min_tokens=0)"
 
@@ -52,16 +31,13 @@ def problems(config: Config) -> Iterator[str]:
     except ValueError:
         pass
     else:
-        yield from _own("algorithm.adv_estimator", config.algorithm.adv_estimator, estimator.function)
+        yield from _own("algorithm.adv_estimator", config.algorithm.adv_estimator, estimator, POLICY_LOSSES)
         yield from sentences(config, _estimator(config, estimator))
-    loss = config.actor.policy_loss.loss_mode
-    if loss not in POLICY_LOSSES:
-        from pipeline.losses import get_policy_loss
-
-        try:
-            yield from _own("actor.policy_loss.loss_mode", loss, get_policy_loss(loss).function)
-        except ValueError as error:
-            yield str(error)
+    name = config.actor.policy_loss.loss_mode
+    try:
+        yield from _own("actor.policy_loss.loss_mode", name, get_policy_loss(name), ESTIMATORS)
+    except ValueError as error:
+        yield str(error)
     yield from sentences(config, _loss(config))
     yield from sentences(config, _reference(config))
     try:
@@ -70,55 +46,32 @@ def problems(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def built_in(function: Callable[..., Any]) -> bool:
-    """Whether an estimator or loss is one of ours."""
-    return function.__module__.startswith("pipeline.")
-
-
-def _own(key: str, name: str, function: Callable[..., Any]) -> Iterator[str]:
-    """Complaints about a function that may be the user's own."""
+def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iterator[str]:
+    """Complaints about a function that may be the user's own; `others` are functions of the other kind."""
     if ":" not in name:
-        if not built_in(function):
+        if not entry.built_in:
+            module = entry.path.partition(":")[0]
             yield (
                 f"{key}={name} is registered in this process alone; give its import path, which every worker can "
-                f"import: {function.__module__}:{name}"
+                f"import: {module}:{name}"
             )
-        return
-    from pipeline.losses import registry as losses
-
-    others: dict[str, dict[str, Any]] = {
-        "algorithm.adv_estimator": losses._POLICY_LOSSES,
-        "actor.policy_loss.loss_mode": estimators._ESTIMATORS,
-    }
-    if any(entry.function is function for entry in others[key].values()):
+    elif not entry.built_in and any(other.owns(entry.function) for other in others.values()):
         yield f"{key}={name} is registered as another kind of function; see docs/extending.md for the two kinds"
-
-
-def loss_mode(config: Config) -> str:
-    """The name of the loss, also where it is given by import path; an import path that leads nowhere stays as it is."""
-    mode = config.actor.policy_loss.loss_mode
-    if ":" not in mode:
-        return mode
-    # A function of the user's own: torch is loaded for these alone.
-    from pipeline.losses import get_policy_loss
-
-    try:
-        return get_policy_loss(mode).name
-    except ValueError:
-        return mode
 
 
 def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
     algorithm, critic, name = config.algorithm, config.critic, estimator.name
-    keys, weights, gdpo = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, name == "gdpo"
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    gdpo = "gdpo_reward_keys" in estimator.reads
+    alone = [each.name for each in ESTIMATORS.values() if each.built_in and each.compares is None]
     why = why_not_streamed(config)
     return {
         f"{{rollout.n}} leaves algorithm.adv_estimator={name} no other response to compare with; set rollout.n to 2 or "
-        f"more, or take an estimator that needs no group ({', '.join(NEED_NO_GROUP)})": (
-            name in COMPARE_IN_GROUP and config.rollout.n == 1
+        f"more, or take an estimator that needs no group ({', '.join(alone)})": (
+            estimator.compares and config.rollout.n == 1
         ),
         "{algorithm.adv_estimator_kwargs}: no built-in estimator reads it; leave it out, or name one of your own": (
-            algorithm.adv_estimator_kwargs and built_in(estimator.function)
+            algorithm.adv_estimator_kwargs and estimator.built_in
         ),
         "{algorithm.turn_gamma} discounts from turn to turn, and rows have one; set it to 1": (
             algorithm.turn_gamma != 1 and not uses_agent(config)
@@ -172,32 +125,36 @@ def _truncation(config: Config) -> str:
 
 
 def _loss(config: Config) -> dict[str, object]:
-    actor, algorithm, mode = config.actor, config.algorithm, loss_mode(config)
-    options, truncation, pairs = actor.policy_loss, _truncation(config), uses_pairs(config)
-    correction, estimator = algorithm.rollout_correction, algorithm.adv_estimator
+    actor, algorithm, loss = config.actor, config.algorithm, policy_loss(config)
+    options, truncation, pairs = actor.policy_loss, _truncation(config), loss.of_pairs
+    correction = algorithm.rollout_correction
+    try:
+        estimator = get_adv_estimator(algorithm.adv_estimator)
+    except ValueError:
+        estimator = Estimator(algorithm.adv_estimator, algorithm.adv_estimator)
     corrects = correction.rollout_rs is not None or correction.rollout_is not in (None, "none")
     low = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
     renormalised = f"with {truncation}: the engine's log-probs are renormalised over the tokens it keeps"
     return {
         "{actor.policy_loss.kwargs}: no built-in loss reads it; leave it out, or name a loss of your own": (
-            options.kwargs and mode in POLICY_LOSSES
+            options.kwargs and loss.built_in
         ),
         "{actor.policy_loss.loss_mode} needs actor.policy_loss.dro_beta, a number above 0, such as 0.05": (
-            mode == "dro" and options.dro_beta is None
+            "dro_beta" in loss.reads and options.dro_beta is None
         ),
         "{actor.policy_loss.loss_mode} needs algorithm.adv_estimator=online_dpo, which marks the best and the worst "
         "response of each group; {algorithm.adv_estimator} does not (algorithm=online_dpo sets both)": (
-            mode in OF_PAIRS and estimator != "online_dpo" and ":" not in estimator
+            pairs and estimator.built_in and not estimator.marks_pairs
         ),
         "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is no loss of pairs; set it to "
-        "online_dpo (algorithm=online_dpo sets both)": estimator == "online_dpo" and not pairs,
+        "online_dpo (algorithm=online_dpo sets both)": estimator.marks_pairs and not pairs,
         "{actor.policy_loss.loss_mode} is a mean over pairs of sums over tokens, and {actor.loss_agg_mode} would weigh "
         "pairs by their length; set it to seq-mean-token-sum": pairs and actor.loss_agg_mode != "seq-mean-token-sum",
         "algorithm.rollout_correction with {actor.policy_loss.loss_mode}: it would weigh or reject one response of a "
         "pair alone, and pairs may be of any policy; set rollout_is=null and rollout_rs=null": pairs and corrects,
         f"{{actor.{low}}} must be at most 1 with {{actor.policy_loss.loss_mode}}: the lower bound would be 1 - "
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
-            actor.clip_low > 1 and mode in CLIPPED_RATIO
+            actor.clip_low > 1 and loss.clips
         ),
         f"{{actor.old_log_probs}} {renormalised}, the trainer's are not, so their ratio is not 1 before the first "
         f"update; set actor.old_log_probs=recompute or {_ALL_TOKENS}": truncation and actor.old_log_probs == "engine",
@@ -225,7 +182,7 @@ def _reference(config: Config) -> dict[str, object]:
 
 
 def _correction(config: Config) -> dict[str, object]:
-    settings, mode = rollout_correction(config), loss_mode(config)
+    settings = rollout_correction(config)
     correction = parse(settings)
     bypass = config.actor.old_log_probs == "engine" and settings.rollout_is != "none"
     prefix, high = "algorithm.rollout_correction", correction.high
@@ -234,7 +191,7 @@ def _correction(config: Config) -> dict[str, object]:
         f"{prefix}.rollout_is={settings.rollout_is} with {{actor.old_log_probs}} and {{actor.policy_loss.loss_mode}}: "
         "the loss's own ratio, current policy / engine's, is that weight already, which would count twice; set "
         "rollout_is=none, actor.old_log_probs=recompute, or a loss without a ratio (loss_mode=reinforce)": (
-            bypass and mode in POLICY_LOSSES and mode not in WITHOUT_RATIO
+            bypass and policy_loss(config).ratio not in ("none", None)
         ),
         f"{{{prefix}.rollout_is_batch_normalize}} with {{actor.old_log_probs}}: the mean of the weights is not known "
         "before the forward pass that gives them; set one of them to its default": (

@@ -1,4 +1,4 @@
-"""Kinds of GPUs: the memory and the speed with which the plan estimates."""
+"""Kinds of GPUs and their memory, by datasheets."""
 
 import re
 import shutil
@@ -16,9 +16,7 @@ class Gpu:
     memory: int
     """Bytes that torch sees."""
     flops: float | None
-    """Dense bfloat16 operations per second; None where they are not known."""
-    bandwidth: float | None
-    """Bytes per second from its memory; None where they are not known."""
+    """Dense bfloat16 operations per second, with which `benchmarks/gpu` compares; None if they are not known."""
 
     @property
     def words(self) -> str:
@@ -27,15 +25,15 @@ class Gpu:
 
 
 GPUS = {
-    name: Gpu(name, round(gib * GIB), tflops * 1e12, tbs * 1e12)
-    for name, gib, tflops, tbs in (
-        ("A100", 79, 312, 2.04),
-        ("A100-40GB", 39.5, 312, 1.56),
-        ("H100", 79, 989, 3.35),
-        ("H200", 139, 989, 4.8),
-        ("B200", 178, 2250, 8.0),
-        ("L40S", 44.5, 362, 0.86),
-        ("L4", 22, 121, 0.3),
+    name: Gpu(name, round(gib * GIB), tflops * 1e12)
+    for name, gib, tflops in (
+        ("A100", 79, 312),
+        ("A100-40GB", 39.5, 312),
+        ("H100", 79, 989),
+        ("H200", 139, 989),
+        ("B200", 178, 2250),
+        ("L40S", 44.5, 362),
+        ("L4", 22, 121),
     )
 }
 DEFAULT = "H100"
@@ -78,4 +76,4 @@ def local_gpu() -> Gpu | None:
         return None
     memory = int(mebibytes) << 20
     kind = known(name)
-    return replace(kind, memory=min(kind.memory, memory)) if kind else Gpu(name, memory, None, None)
+    return replace(kind, memory=min(kind.memory, memory)) if kind else Gpu(name, memory, None)

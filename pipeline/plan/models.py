@@ -53,8 +53,6 @@ class ModelFiles:
     """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
     tables: int = 0
     """Parameters of embeddings and heads among them."""
-    routed: int = 0
-    """Parameters of experts among them that only some tokens pass through."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs of each linear layer inside of the model, which may get an adapter."""
 
@@ -93,12 +91,6 @@ class ModelFiles:
     def layer(self) -> int:
         """Mean parameters of a layer."""
         return (self.parameters - self.tables) // self.layers
-
-    @property
-    def active(self) -> int:
-        """Parameters of the layers that a token passes through."""
-        routed, experts = self.routed, self.experts[1]
-        return self.parameters - self.tables - (routed - routed * self.routes // experts if experts else 0)
 
     @property
     def queries(self) -> int:
@@ -153,7 +145,6 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
         parameters=sum(map(math.prod, shapes.values())),
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
         tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),
-        routed=sum(math.prod(shape) for name, shape in shapes.items() if ROUTED in name),
         matrices={
             name.removesuffix(".weight"): (shape[0], shape[1])
             for name, shape in shapes.items()

@@ -18,12 +18,10 @@ from pipeline.derived import (
     uses_engines,
     uses_filter,
 )
-from pipeline.plan.checks import check
 from pipeline.plan.fit import too_large
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, estimate, read_models
 from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
-from pipeline.plan.time import Times, times
 from pipeline.plan.warnings import notes
 
 FILTER_CPUS = 0.1
@@ -55,9 +53,7 @@ class Plan:
     """None where the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     gpu: Gpu | None = None
-    """The kind of GPU that memory and times are estimated for."""
-    times: Times | None = None
-    """None without a kind of GPU, or where train workers or engines use CPUs."""
+    """The kind of GPU whose memory is compared."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
     """Sentences on parts of the run that do not fit the GPUs."""
 
@@ -85,14 +81,13 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     """The plan of `config`, on any machine.
 
     Args:
-        config: Settings of the run.
+        config: Settings of the run, which have passed `checks.check`.
         train_rows: Number of rows of the training files, when known.
-        gpu: Kind of GPU for which memory is compared and times are estimated.
+        gpu: Kind of GPU whose memory is compared.
 
     Raises:
-        ConfigError: the config cannot be run, or the rows do not fill one iteration.
+        ConfigError: the rows do not fill one iteration, or all iterations are the critic's warm-up.
     """
-    check(config)
     data, rollout, trainer = config.data, config.rollout, config.trainer
     chunks = data.train_batch_size // rollout.chunk_prompts
     rows = data.train_batch_size * rollout.n
@@ -121,7 +116,6 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
         memory=memory,
         notes=tuple(notes(config, chunks, memory, episodes_at_once(config), iterations)),
         gpu=gpu,
-        times=times(config, models, memory, gpu) if models and memory and gpu else None,
         too_large=tuple(too_large(config, memory, gpu)) if memory and gpu else (),
     )
 

@@ -1,12 +1,11 @@
-"""Settings with which a model trains on a number of GPUs: the fastest that fit and that the plan accepts, of these.
+"""Settings with which a model trains on a number of GPUs: the first that fit and that the plan accepts, of these.
 
     a saving            nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
                         positions several workers divide; where that does not either, adapters
     a layout            all GPUs train and generate in turn; half of them train and half generate
     a mesh              copies of the shards in each node; one copy over all workers
 
-Fast is what `time.py` estimates. Of layouts that are about as fast the one that saves least is taken, and on GPUs of
-unknown speed the first that fits.
+A saving costs speed, so a layout that saves less comes first.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ from pipeline.plan.gpus import GIB, PER_NODE, Gpu
 from pipeline.plan.memory import BYTES, Models, estimate, read_models, shown
 from pipeline.plan.models import ModelFiles
 from pipeline.plan.parallel import HEADS
-from pipeline.plan.time import times
 
 Settings = Mapping[str, Any]
 """Values by their dotted keys."""
@@ -35,8 +33,6 @@ ALONE = 0.85
 """Part of a GPU's memory for an engine that has it alone."""
 WEIGHTS = 0.6
 """Most of that for its weights."""
-ABOUT = 1.2
-"""Times of the fastest within which another layout is about as fast: the estimate knows no better."""
 HOST = 250 * GIB
 """Most host memory for a train worker: nodes of eight GPUs mostly have 2 TB."""
 SPLITS = (8, 4, 2)
@@ -72,19 +68,14 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
     # Experts cannot have adapters.
     more = () if config.model.lora.rank or models.policy.experts[1] else ADAPTERS
     for savings, sequence in (*((SAVINGS, size) for size in (1, *reversed(SPLITS))), (more, 1)):
-        fitting: list[tuple[float, Settings]] = []
         layouts = (_layouts(config, models, left, gpu, saving, sequence) for saving in savings)
         for settings in itertools.chain.from_iterable(layouts):
             candidate = laid_over(config, settings)
             memory = estimate(candidate, models)
             if memory.offloaded + memory.train_kept <= HOST and not list(too_large(candidate, memory, gpu)):
-                expected = times(candidate, models, memory, gpu)
-                fitting.append((expected.iteration if expected else 0.0, settings))
-        best = min((seconds for seconds, _ in fitting), default=0.0)
-        for _, settings in sorted(fitting, key=lambda timed: max(timed[0], ABOUT * best)):
-            with contextlib.suppress(ConfigError):
-                check(laid_over(config, settings))
-                return settings
+                with contextlib.suppress(ConfigError):
+                    check(candidate)
+                    return settings
     return None
 
 

@@ -22,7 +22,6 @@ from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
-from pipeline.plan.time import ASSUMED, Times
 
 _PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
 
@@ -90,9 +89,6 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     else:
         for name, text in _memory(plan, memory):
             table.add_row(name, text)
-    if plan.times:
-        table.add_row("time of an iteration", _times(plan.times))
-        table.add_row("", f"assumed: {ASSUMED}")
     for sentence in plan.too_large:
         table.add_row("does not fit", sentence)
     for note in plan.notes:
@@ -177,14 +173,6 @@ def _mesh(plan: Plan) -> Iterator[str]:
     rows = plan.rows_per_iteration // plan.actor.mini_batches
     each = f"{rows // groups} of the {rows} rows of a mini-batch"
     yield f"each {same} neighbouring ranks have the same {each}" if same > 1 else f"each rank has {each}"
-
-
-def _times(times: Times) -> str:
-    return (
-        f"about {times.iteration:,.0f} s: generation {times.generation:,.0f} s, log-probs "
-        f"{times.log_probs:,.0f} s, update {times.update:,.0f} s, publishing {times.publishing:,.1f} s"
-        + (f"; while engines generate {min(times.generation, times.beside):,.0f} s of these" if times.beside else "")
-    )
 
 
 def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:

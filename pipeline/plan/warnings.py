@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.catalogue import get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.derived import (
+    policy_loss,
     reads_reference,
     rollout_correction,
     scorers,
@@ -17,7 +18,6 @@ from pipeline.derived import (
     uses_policy_scores,
     weighs_itself,
 )
-from pipeline.plan.check_algorithm import loss_mode
 from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.without_effect import idle, unread
@@ -91,9 +91,11 @@ def _groups(config: Config) -> dict[str, object]:
 
 def _algorithm(config: Config) -> dict[str, object]:
     algorithm, actor = config.algorithm, config.actor
-    estimator, mode = get_adv_estimator(algorithm.adv_estimator), loss_mode(config)
+    estimator, loss = get_adv_estimator(algorithm.adv_estimator), policy_loss(config)
     kl_loss, kl_in_reward, kl_type = actor.use_kl_loss, algorithm.use_kl_in_reward, actor.kl_loss_type
-    by_spread = estimator.name in ("grpo", "turn_grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    # An estimator of parts of the reward reads no KL.
+    divides = "norm_adv_by_std_in_grpo" in estimator.reads and "parts" not in estimator.needs
+    by_spread = divides and algorithm.norm_adv_by_std_in_grpo
     return {
         f"{{critic.enable}} trains a critic that algorithm.adv_estimator={estimator.name} does not read; it learns the "
         "estimator's returns": uses_critic(config) and "values" not in estimator.needs,
@@ -115,18 +117,18 @@ def _algorithm(config: Config) -> dict[str, object]:
             kl_in_reward and algorithm.kl_ctrl.kl_coef == 0
         ),
         f"{{actor.policy_loss.loss_mode}} clips the ratio of the response, which hardly ever leaves 1 - "
-        f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; its paper has 3e-4 and 4e-4 (algorithm=gspo)": (
-            mode == "gspo" and max(actor.clip_low, actor.clip_high) > 0.01
+        f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; GSPO's paper has 3e-4 and 4e-4 (algorithm=gspo)": (
+            loss.ratio == "sequence" and loss.clips and max(actor.clip_low, actor.clip_high) > 0.01
         ),
         "{algorithm.adv_estimator} compares tokens at one place of the response, and replies of different lengths move "
         "answers; tir_optimal_token_baseline counts places in answers alone": (
-            uses_agent(config) and estimator.name == "optimal_token_baseline"
+            uses_agent(config) and estimator.compares == "places"
         ),
         "{algorithm.adv_estimator} compares turns, and rows have one: it is grpo here": (
-            estimator.name == "turn_grpo" and not uses_agent(config)
+            estimator.compares == "turns" and not uses_agent(config)
         ),
-        "{actor.clip_ratio_c} truncates the weights of {actor.policy_loss.loss_mode}; its paper hardly does "
-        "(algorithm=dppo)": mode in ("dppo_tv", "dppo_kl") and actor.clip_ratio_c < 10,
+        "{actor.clip_ratio_c} truncates the weights of {actor.policy_loss.loss_mode}; DPPO's paper hardly does "
+        "(algorithm=dppo)": loss.truncates and actor.clip_ratio_c < 10,
     }
 
 

@@ -3,15 +3,16 @@
 `unread` lists keys that nothing reads in the run. `idle` has sentences on values that are read and change nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 
-from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss, get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
     UpdateShape,
+    policy_loss,
     reads_reference,
     reference_is_base,
     rollout_correction,
@@ -22,30 +23,8 @@ from pipeline.derived import (
     uses_policy_scores,
     uses_reward_model,
 )
-from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.replay import checks as replay
 from pipeline.reward.functions import functions
-
-_LIKE_GRPO = ("grpo", "turn_grpo", "grpo_passk", "gdpo")
-_READ_BY_LOSS = {
-    "dro_beta": ("dro",),
-    "dpo_beta": ("online_dpo",),
-    "tau_*": ("sapo",),
-    "clip_cov_*": ("clip_cov",),
-    "kl_cov_ratio": ("kl_cov",),
-    "ppo_kl_coef": ("kl_cov",),
-}
-"""Keys of `actor.policy_loss`: the built-in losses that read them."""
-_READ_BY_ESTIMATOR = {
-    "lam": ("gae",),
-    "gamma": ("gae", "reinforce_plus_plus", "remax"),
-    "turn_gamma": ("turn_grpo", "gae", "reinforce_plus_plus", "remax"),
-    "f_norm": ("gpg",),
-    "norm_adv_by_std_in_grpo": _LIKE_GRPO,
-    "gdpo_reward_*": ("gdpo",),
-    "handle_zero_tail": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-}
-"""Keys of `algorithm`: the built-in estimators that read them."""
 
 _OF_ENVIRONMENT = ("agent.observation_role", "agent.same_seed_in_group")
 """Keys that only runs with an environment read."""
@@ -104,8 +83,7 @@ def idle(config: Config, iterations: int | None) -> dict[str, object]:
 
 def unread(config: Config) -> Iterator[str]:
     """Keys with another value than their default that have no effect with the others."""
-    algorithm, actor, mode = config.algorithm, config.actor, loss_mode(config)
-    estimator = get_adv_estimator(algorithm.adv_estimator)
+    algorithm, actor = config.algorithm, config.actor
     sampling = config.rollout.val_kwargs
     normed = "seq-mean-token-sum-norm"
     nothing_read = {
@@ -154,11 +132,11 @@ def unread(config: Config) -> Iterator[str]:
         "trainer.total_epochs": config.trainer.total_training_steps is not None,
         "agent.*": not uses_agent(config),
     }
-    if mode in POLICY_LOSSES:
-        nothing_read |= {f"actor.policy_loss.{key}": mode not in by for key, by in _READ_BY_LOSS.items()}
-    if built_in(estimator.function):
-        nothing_read |= {f"algorithm.{key}": estimator.name not in by for key, by in _READ_BY_ESTIMATOR.items()}
     patterns = [pattern for pattern, applies in nothing_read.items() if applies]
+    patterns += (f"actor.policy_loss.{key}" for key in _not_read(policy_loss(config), POLICY_LOSSES.values()))
+    patterns += (
+        f"algorithm.{key}" for key in _not_read(get_adv_estimator(algorithm.adv_estimator), ESTIMATORS.values())
+    )
     agents = config.agent.declared().values()
     if all(agent.driven for agent in agents):
         patterns += _NOT_OF_PROGRAM
@@ -168,3 +146,10 @@ def unread(config: Config) -> Iterator[str]:
     for name, key in keys(Config).items():
         if value_of(config, name) != key.default and any(fnmatch(name, pattern) for pattern in patterns):
             yield f"{name}={as_argument(value_of(config, name))}"
+
+
+def _not_read(chosen: PolicyLoss | Estimator, others: Iterable[PolicyLoss | Estimator]) -> set[str]:
+    """Keys that other algorithms read and `chosen` does not; none if it is the user's own and does not say."""
+    if not (chosen.built_in or chosen.reads):
+        return set()
+    return {key for other in others for key in other.reads} - set(chosen.reads)

@@ -1,4 +1,4 @@
-"""A look at the assertions of all rows, before anything starts: how many cannot be judged, and why.
+"""The check of all rows' assertions before anything starts: the number that cannot be judged, and the reasons.
 
 The rows themselves are refused, or set aside, as they are read (`encode.py`).
 """
@@ -23,15 +23,16 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
     """Count the rows whose assertions cannot be judged.
 
     Args:
-        loaders: of all files that are read.
-        check: of the run.
+        loaders: loaders of all files that are read.
+        check: the run's check of ground truths.
         most: `data.max_bad_rows`.
 
     Returns:
-        a sentence about the rows that will be set aside; "" if there are none.
+        a sentence about the rows that will be set aside; "" if all can be judged.
 
     Raises:
-        ValueError: there are more than `most`; the sentence names the forms, and the first row with its reason.
+        ValueError: more than `most` rows cannot be judged; the sentence names the forms, and the first row with its
+            reason.
         OSError: a file cannot be read.
     """
     forms: Counter[str] = Counter()
@@ -41,7 +42,7 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
             truth = ground_truth_of(structured(values, "reward_model"))
             with_assertions += check(values["data_source"], values.get("agent_name"), truth)
         except ValueError as error:
-            # Other errors are the row's own when it is read.
+            # Other errors belong to the row, and appear as it is read.
             if isinstance(error.__cause__, Refused):
                 with_assertions += 1
                 forms[error.__cause__.form] += 1
@@ -60,7 +61,7 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
 
 
 def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[PromptFile, Place, dict[str, Any]]]:
-    """Rows whose ground truth is checked, with their places; other ground truths are not read."""
+    """Yield the rows whose ground truth is checked, with their places; other ground truths are not read."""
     left = loader.epoch_rows
     for file in loader.files:
         for group, group_rows in enumerate(file.row_groups):
@@ -74,6 +75,6 @@ def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[Promp
 
 
 def _applies(file: PromptFile, part: Slice, check: TruthCheck) -> bool:
-    """Whether one of the rows is checked."""
+    """Return whether one of the rows is checked."""
     batches = (batch.to_pylist() for _, batch in file.read([part], COLUMNS[:2]))
     return any(check.applies(row["data_source"], row.get("agent_name")) for rows in batches for row in rows)

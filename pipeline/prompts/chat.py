@@ -1,7 +1,7 @@
 """Chat messages to prompt tokens, through the model's own chat template, many prompts at a time.
 
-A prompt whose last message is the assistant's is a beginning that the policy continues: the template writes neither an
-end of that turn nor an opening of another one. What is neither of both is refused.
+If the last message of a prompt is the assistant's, the policy continues it: the template writes neither an end of that
+turn nor an opening of another one. Conversations that end in any other way are refused.
 """
 
 import os
@@ -34,7 +34,7 @@ FIXED_ARGUMENTS = (
 """Arguments of the chat template that `ChatTokenizer` sets itself."""
 
 QUESTIONS = ("user", "tool")
-"""Roles of messages that templates write where they stand, and not as answers."""
+"""Roles of messages that templates write in place, and not as answers."""
 CONTINUED = (
     "prompts end with a message of the assistant: the policy continues it, and rewards judge the whole; remove the "
     "message if it is an answer that was left in the file"
@@ -42,10 +42,10 @@ CONTINUED = (
 
 
 class ChatTokenizer:
-    """Turns conversations into prompt tokens of at most `data.max_prompt_length`."""
+    """Converter of conversations to prompt tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> None:
-        """Raises ValueError if `data.apply_chat_template_kwargs` sets what the prompt loader decides, or what the
+        """Raise ValueError if `data.apply_chat_template_kwargs` has an argument of the prompt loader, or one that the
         template does not read."""
         fixed = sorted(set(data.apply_chat_template_kwargs) & set(FIXED_ARGUMENTS))
         if fixed:
@@ -62,12 +62,13 @@ class ChatTokenizer:
         self._column = f"column {data.prompt_key!r} (data.prompt_key)"
 
     def encode(self, conversations: Sequence[Any]) -> list[list[int]]:
-        """All prompt tokens of each conversation, up to where the policy's answer begins or goes on.
+        """Encode all prompt tokens of each conversation, up to the place at which the policy's answer begins or goes
+        on.
 
         Raises:
-            ValueError: a conversation is not a list of messages, ends with what cannot be continued, spells a special
-                token that cannot be taken as text, the template fails on it or leaves out some of it, or it gives no
-                token.
+            ValueError: a conversation is not a list of messages, cannot be continued at its end, or gives no token; or
+                it spells a special token that cannot be taken as text; or the template fails on it or leaves out some
+                of it.
         """
         if not conversations:
             return []
@@ -83,7 +84,7 @@ class ChatTokenizer:
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:
-        """`ids` cut to `data.max_prompt_length` where longer, or None where such prompts are filtered.
+        """Cut `ids` to `data.max_prompt_length` if longer; returns None if such prompts are filtered.
 
         Raises:
             ValueError: the prompt is overlong and `data.truncation` is `error`.
@@ -106,7 +107,7 @@ class ChatTokenizer:
         )
 
     def _text(self, messages: Messages, spellings: Spellings) -> str:
-        """The rendered prompt, with stand-ins."""
+        """Render the prompt, with stand-ins."""
         if (begun := begun_answer(messages)) is None:
             self._check_question(messages)
             return spellings.render(self._with_opening, messages)
@@ -128,7 +129,7 @@ class ChatTokenizer:
         return text
 
     def _check_question(self, messages: Messages) -> None:
-        """Refuse a conversation that the template ends with an answer, though its last message is another's."""
+        """Refuse a conversation that the template ends with an answer, although its last message has another role."""
         *before, last = messages
         if last["role"] in QUESTIONS or not before:
             return
@@ -149,10 +150,10 @@ class ChatTokenizer:
             )
 
     def _check_begun(self, before: Messages, text: str, begun: str) -> None:
-        """Refuse an answer to be continued that the template does not write as it is.
+        """Refuse the beginning of an answer that the template does not write unchanged.
 
         Args:
-            before: the messages in front of it.
+            before: the messages before it.
             text: the rendered prompt, which should end with it.
             begun: the answer so far.
         """
@@ -193,5 +194,5 @@ class ChatTokenizer:
         return str(text)
 
     def read(self, conversation: Any) -> Messages:
-        """The messages of a row. Raises ValueError if it holds none."""
+        """Read the messages of a row. Raises ValueError if it has none."""
         return read_messages(conversation, self._column)

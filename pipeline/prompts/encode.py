@@ -1,4 +1,4 @@
-"""Rows as read to rows of the stream: checked, tokenised, their answers as JSON; unusable ones are set aside."""
+"""Rows of prompt files to rows of the stream: checked, tokenised, answers as JSON. Unusable rows are set aside."""
 
 import datetime
 import decimal
@@ -18,26 +18,26 @@ from pipeline.rows import PROMPT
 from pipeline.sampling import RowLimits
 
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
-"""What depends on the prompt alone; `stamp` adds the other columns."""
+"""Columns that depend only on the prompt; `stamp` adds the other columns."""
 
 
 class Prompt(NamedTuple):
-    """A row as read, with the visit it is read for."""
+    """A row as read, with its visit."""
 
     uid: str
     epoch: int
     offset: int
     place: Place
     prompt_index: int
-    """Number of the row in all files, from 0; -1 for one that was generated."""
+    """Number of the row in all files, from 0; -1 for a generated row."""
     values: dict[str, Any]
 
 
 class Encoder:
-    """Makes rows of the stream, and counts what it leaves out."""
+    """Encoder of rows of the stream, which counts the rows that it leaves out."""
 
     def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:
-        """`limits`: how rows may ask to be sampled; None does not check it."""
+        """Store the parts; `limits` are the sampling requests that rows may make, None skips their check."""
         self.chat = chat
         self.limits = limits
         self.prompt_key = chat.data.prompt_key
@@ -50,7 +50,7 @@ class Encoder:
         """Prompts cut so far to `data.max_prompt_length`."""
 
     def __call__(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Rows of `COLUMNS` of those prompts that can be used, in their order.
+        """Encode the usable `prompts` as rows of `COLUMNS`, in their order.
 
         Raises:
             ValueError: more rows are bad than `data.max_bad_rows` allows.
@@ -59,7 +59,7 @@ class Encoder:
         try:
             together: list[list[int]] | None = self.chat.encode(messages)
         except ValueError:
-            # One of them is bad; alone, each shows what it is.
+            # One of them is bad. Each is encoded again by itself to find it.
             together = None
         rows = []
         for number, prompt in enumerate(prompts):
@@ -95,7 +95,7 @@ class Encoder:
             self.limits.check_agent(values.get("agent_name"))
             if begun_answer(messages) is not None:
                 self.limits.check_asks(values.get("agent_name"))
-            # As the reward will read it.
+            # In the form that the reward will read.
             self.limits.truths(source, values.get("agent_name"), json.loads(truth))
         fitted = self.chat.fit(ids)
         if fitted is None:
@@ -106,7 +106,7 @@ class Encoder:
 
 
 def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
-    """A row whose columns that must hold a list or an object do so, also if they came as JSON text.
+    """Parse the columns of a row that must hold a list or an object, if they are JSON text.
 
     Raises:
         ValueError: one of them is another text.
@@ -127,7 +127,7 @@ def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
 
 
 def data_source(values: dict[str, Any]) -> str:
-    """The `data_source` of a row. Raises ValueError where it has none."""
+    """Return the `data_source` of a row. Raises ValueError if it has none."""
     found = values.get("data_source")
     if not isinstance(found, str):
         what = "null" if found is None else f"{found!r:.80} where text is needed"
@@ -136,11 +136,11 @@ def data_source(values: dict[str, Any]) -> str:
 
 
 def ground_truth_of(values: dict[str, Any]) -> Any:
-    """The ground truth of a row, as read. Raises ValueError if it has no place for one."""
+    """Return the ground truth of a row, as read. Raises ValueError if it has no place for one."""
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]
-    # A struct without its only field has null there.
+    # A struct without its only field is read as null.
     if not reward_model and reward_model in (None, {}):
         return None
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
@@ -152,12 +152,12 @@ def ground_truth_of(values: dict[str, Any]) -> Any:
 
 
 def to_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows of `COLUMNS` as Arrow."""
+    """Convert rows of `COLUMNS` to Arrow."""
     return pa.Table.from_pylist(rows, COLUMNS)
 
 
 def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.Table:
-    """A chunk with all columns of `rows.PROMPT`: split, chunk and iteration are the same in every row.
+    """Add the columns of `rows.PROMPT` that all rows of a chunk share: split, chunk and iteration.
 
     With dynamic sampling `iteration` is null until the filter stage knows it.
     """
@@ -167,10 +167,10 @@ def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.
 
 
 def to_json(value: Any, column: str) -> str:
-    """`value` as JSON. Exact decimals become numbers where a float holds them and text otherwise; dates are ISO 8601.
+    """Convert `value` to JSON. Exact decimals become numbers if a float holds them, else text; dates are ISO 8601.
 
     Raises:
-        ValueError: the value holds bytes or something else that JSON has no place for.
+        ValueError: the value holds bytes or something else that JSON cannot hold.
     """
     try:
         return json.dumps(value, default=_plain, ensure_ascii=False)

@@ -1,8 +1,8 @@
-"""What became of prompts: read back from the trajectories that the run records, for samplers and generators.
+"""The outcomes of prompts, read back from the recorded trajectories, for samplers and generators.
 
-The rows of an iteration are recorded before the trainer receives them. The prompts of iteration k are made with what
-is known of iterations up to k - `Schedule.feedback_lag`, which by then are on disk in any case. So the speed of this
-process changes nothing, and a resumed run reads what the interrupted one read.
+The rows of an iteration are recorded before the trainer receives them. The prompts of iteration k depend on the
+outcomes up to iteration k - `Schedule.feedback_lag`, which are on disk by then in any case. So the speed of this
+process changes nothing, and a resumed run reads the same outcomes as the interrupted one.
 """
 
 import json
@@ -17,7 +17,7 @@ COLUMNS = (
 
 
 class Outcome(NamedTuple):
-    """One prompt and what its responses scored; those whose reward failed are left out."""
+    """One prompt and the scores of its responses, without the responses whose reward failed."""
 
     prompt_index: int
     """Number of the row in all training files, from 0; -1 for a generated prompt."""
@@ -26,17 +26,17 @@ class Outcome(NamedTuple):
     ground_truth: Any
     extra_info: Any
     scores: list[float]
-    """Of each response."""
+    """Score of each response."""
     solved: float
-    """Share of the responses that were right: the mean of `acc` if the reward gives it for one of them, and those
-    without it are not right; else of score >= 1."""
+    """Share of the responses that were right: the mean of `acc` if the reward gives it for one of them (a response
+    without it counts as 0), else the share of scores >= 1."""
 
 
 def outcomes(run_dir: str, iteration: int) -> list[Outcome]:
-    """What became of the prompts of an iteration, in the order of their chunks.
+    """Read the outcomes of the prompts of an iteration, in the order of their chunks.
 
     Raises:
-        FileNotFoundError: its trajectories are not there.
+        FileNotFoundError: its trajectories do not exist.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in read_trajectories(run_dir, iteration, columns=COLUMNS).to_pylist():

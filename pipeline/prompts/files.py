@@ -1,7 +1,7 @@
-"""Prompt files: from what `data.train_files` names to files that are known to be usable.
+"""Prompt files: from the value of `data.train_files` to files that are known to be usable.
 
-A path, folder or glob, local or behind any URL that pyarrow or fsspec opens, becomes an ordered list of files. The
-footer of each is read once, in threads.
+A path, folder or glob, local or in any URL that pyarrow or fsspec opens, becomes an ordered list of files. The footer
+of each is read once, in threads.
 """
 
 import os
@@ -19,14 +19,14 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.errors import nearest, short_reason
 from pipeline.prompts.parquet import PromptFile, check_prompts, open_parquet
 
-# Opened by pyarrow itself, so that no further package is needed; fsspec opens all others.
+# Pyarrow itself opens these, so that they need no further package; fsspec opens all others.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 CONVERTIBLE = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".arrow")
 """Endings of files that `jobs.prepare json` turns into parquet."""
 TABLES = {"_delta_log/": "Delta Lake", r"\.hoodie/": "Hudi", r"metadata/.*\.metadata\.json": "Iceberg"}
-"""Formats of tables whose folders hold files of deleted rows, too, by the beginning of the names of their logs."""
+"""Table formats whose folders also hold files of deleted rows, by the beginning of their logs' names."""
 SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(("test", "val", "valid", "validation", "dev"), "test")
-"""Words in the names of files and folders that say for what their rows are."""
+"""Words in names of files and folders that mark a split."""
 FOOTER_THREADS = 16
 GCS_RETRY_SECONDS = 60
 
@@ -35,12 +35,12 @@ File = tuple[str, pyarrow.fs.FileSystem, str]
 
 
 def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = check_prompts) -> list[PromptFile]:
-    """The files of `find`, whose footers have been read.
+    """Find the files as `find` does, and read their footers.
 
     Args:
         paths: a path, folder, glob or URL, or a list of them.
-        key: config key they come from, for messages.
-        check: raises ValueError where a file lacks a column; its second argument begins the sentence.
+        key: config key that they come from, for messages.
+        check: raises ValueError if a file lacks a column; its second argument begins the sentence.
 
     Raises:
         FileNotFoundError: nothing is at a path, or a glob matches nothing.
@@ -52,7 +52,7 @@ def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = chec
 
 
 def find(paths: Any, key: str) -> list[File]:
-    """Files that `paths` names, in order: entries as given, the files of a folder or glob by name.
+    """Find the files in `paths`: entries in their order, the files of a folder or glob by name.
 
     Args and raises as `resolve`; no file is opened.
     """
@@ -76,7 +76,7 @@ def _opened(file: File, key: str, check: Callable[[pa.Schema, str], None]) -> Pr
 
 
 def _find(path: str, key: str) -> list[File]:
-    """The files that one entry names."""
+    """Find the files that one entry names."""
     try:
         listing, arrow, place, root, address = _open(path)
     except (ImportError, ValueError, OSError, NotImplementedError) as error:
@@ -86,7 +86,7 @@ def _find(path: str, key: str) -> list[File]:
         ) from error
     try:
         files, missing = _files(listing, place, path)
-    # Any filesystem package may be listing here, each with its own exceptions for "no such host" or "forbidden".
+    # The filesystem may be of any package, each with its own exceptions for "no such host" or "forbidden".
     except Exception as error:
         raise ValueError(
             f"{key}: {path} could not be listed: {short_reason(error)}. Check the address and the credentials."
@@ -97,8 +97,8 @@ def _find(path: str, key: str) -> list[File]:
 
 
 def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, str, str, str]:
-    """The filesystem for listing, the same for reading, the path in them, and the beginning of such paths with what
-    stands for it in a URL."""
+    """Return the filesystem for listing, the same for reading, the path in them, and the beginning of such paths with
+    its replacement in a URL."""
     if "://" not in path:
         return LocalFileSystem(), pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path)), "", ""
     scheme, _, rest = path.partition("://")
@@ -111,7 +111,7 @@ def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, 
     rest, *query = re.split(r"\?(?=\w+=)", rest, maxsplit=1)
     settings = "?" + query[0] if query else ""
     if scheme in ("gs", "gcs") and "retry_limit_seconds" not in settings:
-        # Without it, pyarrow tries for a quarter of an hour where credentials are missing.
+        # Without it, pyarrow tries for a quarter of an hour if credentials are missing.
         settings = f"{settings or '?'}&retry_limit_seconds={GCS_RETRY_SECONDS}".replace("?&", "?")
     bucket, _, inside = rest.partition("/")
     address = f"{scheme}://{bucket}"
@@ -121,12 +121,13 @@ def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, 
 
 
 def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
-    """The file at `place`, the files of a folder or a glob's matches; and why there are none, if so."""
+    """List the file at `place`, the files of a folder or the matches of a glob; and the reason if the list is empty."""
     fixed = place
     if any(letter in place for letter in "*?[") and not listing.isfile(place):
         fixed = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
     try:
-        # `isfile`, `isdir` and `glob` answer "nothing there" when access is denied or a server is away; `info` raises.
+        # If access is denied or a server is away, `isfile`, `isdir` and `glob` report "nothing there", but `info`
+        # raises.
         kind = listing.info(fixed)["type"]
     except FileNotFoundError:
         kind = "nothing"
@@ -141,7 +142,7 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
             return [], problem
         found = sorted(file for file in entries if _visible(file, place))
         chosen = [file for file in found if file.endswith(".parquet")]
-        # Without any, its files to convert are refused by name.
+        # Without parquet files, the convertible ones are refused by name.
         chosen = chosen or [file for file in found if file.endswith(CONVERTIBLE) and not file.endswith(".json")]
         return chosen, f"folder {path} holds no .parquet file; name the files or another folder"
     folder, _, name = place.rpartition("/")
@@ -151,7 +152,7 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
 
 
 def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
-    """Why the parquet files of a folder are not simply its rows, if so; `path` is what the user wrote."""
+    """Return the reason why a folder's parquet files are not simply its rows, if so; `path` is the user's spelling."""
     names = sorted(entry[len(folder) :].lstrip("/") for entry in entries)
     for log, kind in TABLES.items():
         if any(re.match(log, name) for name in names):
@@ -162,7 +163,7 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
     splits: dict[str, str] = {}
     for name in names:
         found = {SPLITS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
-        # A name with the words of two splits, such as train_unit_test, says nothing.
+        # A name with the words of two splits, such as train_unit_test, marks neither.
         if name.endswith(".parquet") and len(found) == 1 and _visible(name, ""):
             splits[found.pop()] = name
     if len(splits) > 1:
@@ -172,5 +173,5 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
 
 
 def _visible(file: str, folder: str) -> bool:
-    """False for the `_temporary` and `.cache` entries that writers leave in a folder."""
+    """Return False for the `_temporary` and `.cache` entries that writers leave in a folder."""
     return not any(part.startswith(("_", ".")) for part in file[len(folder) :].split("/"))

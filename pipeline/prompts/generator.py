@@ -7,13 +7,13 @@ from pipeline.prompts.plugin import Plugin, find_class, make
 
 
 class Generator(Plugin):
-    """Makes prompts. Derive from it and write `generate`, which is called before every iteration."""
+    """Base class of generators. Derive from it and write `generate`, which is called before every iteration."""
 
     def generate(self, iteration: int, count: int) -> list[dict[str, Any]]:
-        """At most `count` rows for an iteration, in the format of the prompt files.
+        """Make at most `count` rows for an iteration, in the format of the prompt files.
 
-        Rows of the files fill up what is missing. Without files it is called again for what is missing, and no row at
-        all ends the run.
+        Rows of the files fill up the rest. Without files it is called again for the missing rows, and a call without
+        any row ends the run.
 
         Args:
             iteration: number of the iteration, from 1.
@@ -23,15 +23,15 @@ class Generator(Plugin):
 
 
 def generator_class(name: str) -> type[Generator]:
-    """The class that `data.generator` names. Raises ValueError where there is none, or it is no `Generator`."""
+    """Import the class `data.generator`. Raises ValueError if it does not exist or is not a `Generator`."""
     if ":" not in name:
         raise ValueError(f"data.generator {name!r} is no import path; name a class of yours as 'package.module:Class'")
     return find_class("data.generator", name, {}, Generator)
 
 
 def make_generator(data: DataConfig, seed: int) -> Generator | None:
-    """The generator of `data.generator`, with `data.generator_kwargs`; None without. Raises ValueError where the class
-    does not exist, or does not take the arguments."""
+    """Make the generator of `data.generator`, with `data.generator_kwargs`; None without. Raises ValueError if the
+    class does not exist, or does not take the arguments."""
     if data.generator is None:
         return None
     return make("data.generator", generator_class(data.generator), data, seed, data.generator_kwargs)

@@ -1,10 +1,10 @@
 """The training prompts of one iteration after the other, or the prompts of validation files.
 
-1. Prompts of `data.generator` come first, those of the files fill up the iteration.
-2. Rows of the files are in one endless order (`shuffle.py`), or in one for each data source where the sampler gives
-   shares. The sampler then decides on each row whether it is taken (`sampler.py`).
+1. Prompts of `data.generator` come first. Prompts of the files fill up the iteration.
+2. Rows of the files are in one endless order (`shuffle.py`), or in one per data source if the sampler gives shares. The
+   sampler then decides on each row whether it is taken (`sampler.py`).
 3. Prompts run across epoch borders: none is lost to an incomplete batch, except at the very end of the run.
-4. `cursor` is all that the next iteration depends on: a run that continues from it makes the same prompts.
+4. `cursor` holds all that the next iteration depends on: a run that continues from it makes the same prompts.
 """
 
 import itertools
@@ -28,9 +28,9 @@ from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
 UNREAD = "ability"
-"""A column of verl's format that changes nothing there either."""
+"""A column of verl's format without a use, there and here."""
 MAX_CALLS = 100
-"""Times that a generator is called for the prompts of one iteration."""
+"""Largest number of calls of a generator for the prompts of one iteration."""
 
 
 class PromptLoader:
@@ -49,18 +49,19 @@ class PromptLoader:
         run_dir: str = "",
         lag: int = 0,
     ) -> None:
-        """
+        """Prepare the orders of the rows.
+
         Args:
-            files: only their column `data_source` is read here, and only where the sampler gives shares.
+            files: only their column `data_source` is read here, and only if the sampler gives shares.
             data: order and limits.
-            encoder: makes rows of the stream of what is read.
+            encoder: makes rows of the stream from the rows of the files.
             seed: seed of the order, together with the epoch.
             split: `train`, or `val` for file order.
             sampler: None takes all prompts in order.
             generator: None without.
-            epochs: passes over the files after which the prompts end; None never.
-            run_dir: where trajectories are recorded, for samplers and generators that learn.
-            lag: iterations between one that has been recorded and the first that may depend on it.
+            epochs: passes over the files after which the prompts end; None never ends.
+            run_dir: folder of the recorded trajectories, for samplers and generators that learn.
+            lag: iterations between a recorded one and the first that may depend on it.
 
         Raises:
             ValueError: the sampler's shares do not fit the data.
@@ -68,9 +69,9 @@ class PromptLoader:
         self.files, self.data, self.encoder, self.seed, self.split = files, data, encoder, seed, split
         self.sampler, self.generator = sampler, generator
         self.passed_over = 0
-        """Prompts that the sampler has left out so far."""
+        """Number of prompts that the sampler has skipped so far."""
         self.generated = 0
-        """Prompts of the generator in the last iteration."""
+        """Number of generated prompts in the last iteration."""
         self._limit: int = getattr(data, f"{split}_max_samples")
         rows = sum(file.rows for file in files)
         self.epoch_rows = rows if self._limit < 0 else min(rows, self._limit)
@@ -79,18 +80,18 @@ class PromptLoader:
         plugins: dict[str, Plugin | None] = {"sampler": sampler, "generator": generator}
         self._plugins = {name: plugin for name, plugin in plugins.items() if plugin is not None}
         self.orders = self._make_orders()
-        """By data source; a single one named "" for all together."""
+        """Orders by data source; a single one named "" for all sources together."""
         self._learnt = 0
         self._seek(PromptCursor())
 
     @property
     def learns(self) -> bool:
-        """Whether prompts depend on the outcomes of prompts of earlier iterations."""
+        """True if prompts depend on the outcomes of earlier iterations' prompts."""
         return any(learns(type(plugin)) for plugin in self._plugins.values())
 
     @property
     def cursor(self) -> PromptCursor:
-        """What `load` needs to go on from here.
+        """The place and state from which `load` goes on.
 
         Raises:
             ValueError: JSON cannot hold the state of the sampler or the generator.
@@ -107,10 +108,10 @@ class PromptLoader:
             plugin.load_state_dict(getattr(cursor, name))
 
     def iteration(self, number: int, count: int) -> list[dict[str, Any]]:
-        """The prompts of iteration `number`, as rows of `encode.COLUMNS`: `count`, or fewer where they end.
+        """Make the prompts of iteration `number` as rows of `encode.COLUMNS`: `count`, or fewer at their end.
 
         Raises:
-            ValueError: a prompt is not usable, a whole epoch has none, or the generator gives what it must not.
+            ValueError: a prompt is not usable, a whole epoch has no usable one, or the generator's rows are invalid.
             OSError: a file or the trajectories of an earlier iteration cannot be read.
         """
         while self.learns and self._learnt < number - self._lag:
@@ -123,7 +124,7 @@ class PromptLoader:
         return rows + self._draw(count - len(rows), number, self._epochs)
 
     def epoch(self, size: int) -> Iterator[pa.Table]:
-        """One pass over the files from the beginning, in tables of `size` rows; the last may be smaller.
+        """Yield one pass over the files from the beginning, in tables of `size` rows; the last may be smaller.
 
         Raises as `iteration`, which needs `load` afterwards.
         """
@@ -132,10 +133,10 @@ class PromptLoader:
             yield to_table(rows)
 
     def generate(self, number: int, count: int) -> list[dict[str, Any]]:
-        """What the generator makes for iteration `number`, at most `count` rows of `encode.COLUMNS`; none without one.
+        """Generate prompts of iteration `number`, at most `count` rows of `encode.COLUMNS`; none without a generator.
 
         Raises:
-            ValueError: it gives what it must not, or too few rows that can be used.
+            ValueError: its rows are invalid, or too few of them can be used.
         """
         rows: list[dict[str, Any]] = []
         if self.generator is None:
@@ -155,7 +156,7 @@ class PromptLoader:
                 except ValueError as error:
                     self.encoder.quarantine.add(place, row, error)
                     continue
-                # Rows that pandas read have the nulls of Arrow.
+                # Rows that pandas read have Arrow's nulls.
                 values[self.data.prompt_key] = without_nulls(plain(values.get(self.data.prompt_key)))
                 prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, place, -1, values))
             rows += self.encoder(prompts)
@@ -168,7 +169,8 @@ class PromptLoader:
         )
 
     def counts(self) -> dict[str, int]:
-        """Metrics: numbers of filtered, truncated, unusable and skipped prompts so far, and of generated ones."""
+        """Return metrics: numbers of filtered, truncated, unusable and skipped prompts so far, and of generated
+        ones."""
         counts = {
             "prompts/filtered_overlong": self.encoder.filtered_overlong,
             "prompts/truncated": self.encoder.truncated,
@@ -181,7 +183,8 @@ class PromptLoader:
         return counts
 
     def notes(self) -> Iterator[str]:
-        """Sentences on columns of the files that nothing reads, and on what the chat template leaves out so far."""
+        """Yield sentences on unread columns of the files, and on parts of prompts that the chat template has left out
+        so far."""
         read = {name.partition(".")[0] for name in self._columns} | {UNREAD} | self.encoder.media
         for file in self.files:
             if unread := [name for name in file.columns if name not in read]:
@@ -197,7 +200,7 @@ class PromptLoader:
         self._walks: dict[str, Iterator[tuple[Row, dict[str, Any]]]] = {}
 
     def _draw(self, count: int, iteration: int, epochs: int | None) -> list[dict[str, Any]]:
-        """The next `count` prompts of the files; fewer only where epoch `epochs` begins."""
+        """Draw the next `count` prompts of the files; fewer only at the beginning of epoch `epochs`."""
         rows: list[dict[str, Any]] = []
         prompts = self._prompts(iteration, epochs)
         last_used = self._position
@@ -215,11 +218,11 @@ class PromptLoader:
 
     @property
     def _position(self) -> int:
-        """Prompts of all epochs before the next one."""
+        """Number of prompts, over all epochs, before the next one."""
         return self._epoch * self.epoch_rows + self._offset
 
     def _prompts(self, iteration: int, epochs: int | None) -> Iterator[Prompt]:
-        """Prompts from the current place on, which moves behind each as it is taken."""
+        """Yield prompts from the current place on, and move it past each one."""
         shares = self._shares(iteration)
         while self.orders and (epochs is None or self._epoch < epochs):
             if shares is not None:
@@ -240,24 +243,24 @@ class PromptLoader:
             yield Prompt(uid, epoch, offset, row.place, row.prompt_index, values)
 
     def _drawn(self, shares: dict[str, float]) -> str:
-        """The data source of the next prompt."""
+        """Draw the data source of the next prompt."""
         chance = uniform_at((self.seed, 1), self._position)
         for name, share in shares.items():
             chance -= share
             if share and chance < 0:
                 return name
-        # What rounding leaves over.
+        # Rounding can leave a remainder.
         return next(name for name in reversed(shares) if shares[name])
 
     def _walk(self, name: str, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """The rest of an order."""
+        """Return the rest of an order."""
         if name not in self._walks:
             epoch, offset = self._places.get(name, (0, 0)) if name else (self._epoch, self._offset)
             self._walks[name] = self._taken(name, epoch, offset, epochs)
         return self._walks[name]
 
     def _taken(self, name: str, epoch: int, offset: int, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Rows of an order that the sampler takes, and their values.
+        """Yield the rows of an order that the sampler takes, and their values.
 
         Raises:
             ValueError: no row of a whole epoch is taken.
@@ -289,7 +292,7 @@ class PromptLoader:
             yield row, values
 
     def _shares(self, iteration: int) -> dict[str, float] | None:
-        """What each data source gets of an iteration, summing to 1; None where all are in one order."""
+        """Return each data source's share of an iteration, summing to 1; None if all are in one order."""
         given = self.sampler.shares(iteration) if self.sampler else None
         if given is None:
             return None
@@ -304,7 +307,7 @@ class PromptLoader:
     def _make_orders(self) -> dict[str, ShuffledDataset]:
         sources = None if self._shares(1) is None else self._sources()
         names = [""] if sources is None else self._check_shares(sources)
-        # One window is held of each order.
+        # Each order holds one window.
         window = max(1, self.data.shuffle_window_rows // len(names))
         parts = units(self.files, window, self._limit)
         self.encoder.media.update(name for file in self.files for name in file.media)
@@ -315,14 +318,14 @@ class PromptLoader:
             seed, own = [self.seed], parts
             if sources is not None:
                 seed.append(zlib.crc32(name.encode()))
-                # A row without a data source belongs to none; it is found, and set aside, in any order.
+                # A row without a data source belongs to none. Any order finds it, and sets it aside.
                 own = [unit for unit in parts if sources[unit.file][unit.part.row_group] & {name, None}]
             if own:
                 orders[name] = ShuffledDataset(self.files, own, window, seed, shuffle, columns)
         return orders
 
     def _sources(self) -> list[list[set[str | None]]]:
-        """The data sources in each row group of each file."""
+        """Read the data sources in each row group of each file."""
         sources: list[list[set[str | None]]] = [[set() for _ in file.row_groups] for file in self.files]
         for file, by_row_group in zip(self.files, sources, strict=True):
             for part, columns in file.data_sources():
@@ -330,7 +333,7 @@ class PromptLoader:
         return sources
 
     def _check_shares(self, sources: list[list[set[str | None]]]) -> list[str]:
-        """The names of the data sources, each of which has a share."""
+        """Return the names of the data sources. Raises ValueError if the shares do not fit them."""
         found = {name for by_row_group in sources for group in by_row_group for name in group}
         names = sorted(name for name in found if name is not None)
         given = self._shares(1) or {}

@@ -19,9 +19,9 @@ from pipeline.conversations import may_be_messages
 from pipeline.errors import nearest, short_reason
 
 READ_BYTES = 4 << 20
-"""One read of a column: small beside a window of rows, large beside a network round trip."""
+"""Bytes of one read of a column: few compared with a window of rows, many compared with a network round trip."""
 MEDIA = ("images", "videos", "audios")
-"""Columns of verl's format that hold what a text model cannot read."""
+"""Columns of verl's format with content that a text model cannot read."""
 READ_ROWS = 4096
 """Rows of one decoded batch."""
 
@@ -79,17 +79,17 @@ class PromptFile:
         return [field.name for field in self.schema if field.name in MEDIA or _is_media(field.type)]
 
     def place(self, row_group: int, row: int) -> Place:
-        """The place of row `row` of a row group."""
+        """Return the place of row `row` of a row group."""
         return Place(self.name, row_group, self._first_rows[row_group] + row)
 
     def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
-        """Rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
+        """Yield the rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
 
-        Reading a slice also decodes the rows before it in its row group. Of `columns` (`name` or `name.field`), those
-        that the file lacks are left out, and a column without fields is read whole.
+        Reading a slice also decodes the rows before it in its row group. Names in `columns` (`name` or `name.field`)
+        that the file lacks are skipped, and a column without fields is read whole.
 
         Raises:
-            OSError: the file is missing or damaged, or is not the one that was opened at the start.
+            OSError: the file is missing or damaged, or differs from the file opened at the start.
         """
         row_group = min(slices).row_group
         wanted_columns = [found for name in columns if (found := self._found(name)) is not None]
@@ -107,7 +107,7 @@ class PromptFile:
                         row += len(batch)
                         if row >= end:
                             break
-        # Any filesystem package may be behind the handle, each with its own exceptions.
+        # The file handle may be of any filesystem package, each with its own exceptions.
         except Exception as error:
             raise OSError(
                 f"{self.key}: {self.name}, row group {row_group}: could not be read, though it was when the run "
@@ -115,18 +115,18 @@ class PromptFile:
             ) from error
 
     def data_sources(self) -> Iterator[tuple[Slice, pa.Table]]:
-        """The columns `data_source` and, where it is there, `agent_name`, in batches. Raises the same errors as
+        """Yield the columns `data_source` and, if present, `agent_name`, in batches. Raises the same errors as
         `read`."""
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source", "agent_name"]):
-            # Arrow groups no rows by views.
+            # Arrow cannot group rows by string views.
             views = [
                 column.cast(pa.string()) if column.type == pa.string_view() else column for column in batch.columns
             ]
             yield part, pa.table(views, names=batch.schema.names)
 
     def _found(self, name: str) -> str | None:
-        """What a column, or a field of one, is called in the file; None if it is not there."""
+        """Return the name of a column, or of a field of one, in the file; None if it is missing."""
         column = name if name in self.columns else name.partition(".")[0]
         if column not in self.columns:
             return None
@@ -135,7 +135,7 @@ class PromptFile:
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         handle = self.filesystem.open_input_file(self.path)
-        # Without these two, pyarrow holds a row group's raw columns in memory, however large it is.
+        # Without these two arguments, pyarrow holds a row group's raw columns in memory, even if it is large.
         with pq.ParquetFile(handle, pre_buffer=False, buffer_size=READ_BYTES) as file:
             if (found := _row_groups(file)) != self.row_groups:
                 raise OSError(f"the file now has {sum(found)} rows in {len(found)} row groups")
@@ -149,7 +149,7 @@ class PromptFile:
 def open_parquet(
     name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, check: Callable[[pa.Schema, str], None]
 ) -> PromptFile:
-    """The parquet file at `path`, after a check of its footer.
+    """Open the parquet file at `path`, with a check of its footer.
 
     Raises:
         ValueError: it is not parquet, has no rows, or lacks a column.
@@ -175,14 +175,14 @@ def open_parquet(
 def data_sources(
     files: list[PromptFile], allow_bad: bool = False, check: Callable[[str | None], None] | None = None
 ) -> dict[str | None, list[str]]:
-    """Distinct `data_source` values of all rows, sorted, by their `agent_name`. Reads only these columns, in batches.
+    """Read the distinct `data_source` values of all rows, sorted, by their `agent_name`. Only these columns are read.
 
     Args:
-        check: raises ValueError for an agent that there is not; such rows are left out with `allow_bad`.
+        check: raises ValueError for an unknown agent; with `allow_bad` such rows are skipped.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a row has no `data_source` or another agent, and `allow_bad` is False.
+        ValueError: a row has no `data_source` or an unknown agent, and `allow_bad` is False.
     """
     seen: dict[str | None, set[str]] = {}
     for file in files:
@@ -209,7 +209,7 @@ def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:
 
 
 def _is_media(kind: pa.DataType) -> bool:
-    """Whether cells of a type are what `datasets` makes of images, videos and sound, or lists of it."""
+    """Return whether cells of a type are images, videos or sound in the form of `datasets`, or lists of such cells."""
     if is_list(kind):
         return _is_media(kind.value_type)
     fields = {field.name: field.type for field in kind} if isinstance(kind, pa.StructType) else {}

@@ -1,20 +1,19 @@
-"""What samplers and generators have in common: a setting names the class, it may learn, its state is kept."""
+"""The common part of samplers and generators: a setting names the class, it may learn, its state is kept."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pipeline.config.data import DataConfig
 from pipeline.prompts.feedback import Outcome
-from pipeline.registry import look_up
+from pipeline.registry import Entry, look_up
 
 
 class Plugin:
-    """A class that `data.sampler` or `data.generator` names."""
+    """Base class of the classes that `data.sampler` and `data.generator` name."""
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        """Subclasses take `data.sampler_kwargs` or `data.generator_kwargs` as further arguments.
+        """Store the arguments. Subclasses take `data.sampler_kwargs` or `data.generator_kwargs` as further arguments.
 
         Args:
             data: the section `data`.
@@ -24,42 +23,37 @@ class Plugin:
         self.seed = seed
 
     def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late.
+        """Learn from the outcomes of an iteration's prompts. Called for every iteration in turn, some late.
 
-        Where no subclass has this method, outcomes are not read.
+        If no subclass overrides this method, outcomes are not read.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON can hold it; random states included."""
+        """Return the state for `load_state_dict`, as JSON can hold it; random states included."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, or from the beginning where it is empty."""
+        """Go on from a state, or from the beginning if it is empty."""
 
 
 P = TypeVar("P", bound=Plugin)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    function: Any
-
-
 def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P]) -> type[P]:
-    """The class that the setting `key` names: one of `known`, or an import path `package.module:Class`. Raises
-    ValueError where there is none, or it is not derived from `base`."""
-    entries = {known_name: _Entry(known_class) for known_name, known_class in known.items()}
-    found: Any = look_up(key, name, entries, lambda _, function: _Entry(function), ("data", "seed")).function
+    """Import the class that the setting `key` names: one of `known`, or an import path `package.module:Class`. Raises
+    ValueError if it does not exist or is not derived from `base`."""
+    entries = {known_name: Entry(known_name, known_class) for known_name, known_class in known.items()}
+    found: Any = look_up(key, name, entries, Entry, ("data", "seed")).function
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key} {name!r} is not a class derived from {base.__module__}.{base.__name__}; derive it")
     return found
 
 
 def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[str, Any]) -> P:
-    """An instance of the class of the setting `key`. Raises ValueError where it cannot be made with these options."""
+    """Make an instance of the class of the setting `key`. Raises ValueError if these options do not fit."""
     try:
         return kind(data, seed, **kwargs)
-    # A class of the user's own may raise anything.
+    # The user's class may raise anything.
     except Exception as error:
         options = f"{key}_kwargs={dict(kwargs)}" if kwargs else f"no {key}_kwargs"
         name = getattr(data, key.removeprefix("data."))
@@ -67,13 +61,13 @@ def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[s
 
 
 def learns(kind: type[Plugin]) -> bool:
-    """Whether the class uses the outcomes of prompts."""
+    """Return whether the class uses the outcomes of prompts."""
     return kind.update is not Plugin.update
 
 
 def state_of(key: str, plugin: Plugin) -> dict[str, Any]:
-    """The state of the plugin of the setting `key`, as it will be after a restart. Raises ValueError where JSON cannot
-    hold it."""
+    """Return the state of the plugin of the setting `key`, as it will be after a restart. Raises ValueError if JSON
+    cannot hold it."""
     state = plugin.state_dict()
     name = f"{key}: {type(plugin).__name__}.state_dict()"
     try:

@@ -20,7 +20,8 @@ class Quarantine:
     """The bad rows of a run."""
 
     def __init__(self, limit: int, run_dir: str | None = None) -> None:
-        """
+        """Read the list of earlier bad rows.
+
         Args:
             limit: largest number of bad rows; with 0 the first one ends the run.
             run_dir: the run's folder or URL; bad rows found there count too. None writes no files.

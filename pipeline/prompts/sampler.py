@@ -1,4 +1,4 @@
-"""Samplers: which of the training prompts are taken, and how often (`data.sampler`).
+"""Samplers: which training prompts are taken, and how often (`data.sampler`).
 
 A sampler never sees an index of all rows. It gives the shares of the data sources in an iteration, the chance of a row
 to be taken when its turn in the order comes, or both. `PromptLoader` draws the random numbers, by seed and place, so a
@@ -17,10 +17,11 @@ from pipeline.prompts.plugin import Plugin, find_class, learns, make
 
 
 class Sampler(Plugin):
-    """Takes every prompt once per epoch, in the order of the files or shuffled. Subclasses change what they need to."""
+    """The sampler that takes every prompt once per epoch, in file order or shuffled. Subclasses override its
+    methods."""
 
     def shares(self, iteration: int) -> Mapping[str, float] | None:
-        """The share of the prompts that each data source gets in an iteration; the numbers need not sum to 1.
+        """Return the share of each data source in the prompts of an iteration; the numbers need not sum to 1.
 
         The result must name every data source of the files; 0 excludes a source. Each source is then read in its own
         endless order. None instead puts the rows of all sources into one order. A sampler must return None either in
@@ -29,7 +30,7 @@ class Sampler(Plugin):
         return None
 
     def chance(self, index: int, row: dict[str, Any]) -> float:
-        """The probability that a row is taken when its turn comes; if it is not taken, the next row follows.
+        """Return the probability that a row is taken when its turn comes; if it is not taken, the next row follows.
 
         Args:
             index: number of the row in all training files, from 0.
@@ -39,7 +40,7 @@ class Sampler(Plugin):
 
 
 class Weighted(Sampler):
-    """Divides prompts over data sources as `data.source_weights` says."""
+    """The sampler that divides prompts over data sources by `data.source_weights`."""
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         super().__init__(data, seed)
@@ -51,19 +52,20 @@ class Weighted(Sampler):
 
 
 class SolveRate(Sampler):
-    """Takes prompts that are always or never solved less often.
+    """The sampler that takes prompts less often if they are always or never solved.
 
-    The chance of a row is 4 p (1 - p), and at least `least`, where p is the running mean of the share of its responses
-    that were right. A group whose responses are all right or all wrong has no advantage in group-relative estimators,
-    and p (1 - p) is the variance of a right answer. A row that was not tried yet is always taken.
+    The chance of a row is 4 p (1 - p), and at least `least`; p is the running mean of its responses' share of right
+    ones. A group whose responses are all right or all wrong has no advantage in group-relative estimators, and p (1 -
+    p) is the variance of a right answer. A row that was not tried yet is always taken.
     """
 
     MAX_ROWS = 1 << 20
 
     def __init__(self, data: DataConfig, seed: int, least: float = 0.1, decay: float = 0.5) -> None:
-        """
+        """Store the options.
+
         Args:
-            data, seed: as of `Sampler`.
+            data, seed: as in `Sampler`.
             least: smallest chance, above 0 and at most 1, so that a row can come back.
             decay: weight of the older mean when a row was tried again, from 0 (only the last try counts) to below 1.
         """
@@ -83,10 +85,10 @@ class SolveRate(Sampler):
         for outcome in outcomes:
             if outcome.prompt_index < 0:
                 continue
-            # Taken out first, so that the rows are in the order of their last try.
+            # Deleted first, so that the rows are in the order of their last try.
             old = self._rates.pop(outcome.prompt_index, None)
             mean = outcome.solved if old is None else self.decay * old + (1 - self.decay) * outcome.solved
-            # As it is stored, so that a restored sampler has the very same numbers.
+            # Rounded to its stored form, so that a restored sampler has the same numbers.
             self._rates[outcome.prompt_index] = float(np.float32(mean))
         while len(self._rates) > self.MAX_ROWS:
             del self._rates[next(iter(self._rates))]
@@ -107,11 +109,11 @@ STATELESS_SAMPLERS = [name for name, kind in SAMPLERS.items() if not learns(kind
 
 
 def sampler_class(name: str) -> type[Sampler]:
-    """The class that `data.sampler` names. Raises ValueError where there is none, or it is no `Sampler`."""
+    """Import the class `data.sampler`. Raises ValueError if it does not exist or is not a `Sampler`."""
     return find_class("data.sampler", name, SAMPLERS, Sampler)
 
 
 def make_sampler(data: DataConfig, seed: int) -> Sampler:
-    """The sampler of `data.sampler`, with `data.sampler_kwargs`. Raises ValueError where the class does not exist, or
+    """Make the sampler of `data.sampler`, with `data.sampler_kwargs`. Raises ValueError if the class does not exist, or
     does not take the arguments."""
     return make("data.sampler", sampler_class(data.sampler), data, seed, data.sampler_kwargs)

@@ -1,9 +1,9 @@
-"""The order of rows: endless, repeatable, planned from row counts alone, read one window at a time.
+"""The order of rows: endless, repeatable, planned only from row counts, read one window at a time.
 
 The order of an epoch follows from (files, seed, epoch). Row groups are permuted and laid into windows of at most
-`window_rows` rows, and each window is permuted. A row group larger than half a window is first cut into equal slices,
-so a window always mixes several parts of the data and memory is bounded however the files were written. Windows before
-a position are skipped without being read.
+`window_rows` rows, and each window is permuted. A row group larger than half a window is first cut into equal slices.
+So a window always mixes several parts of the data, and memory is bounded for any layout of the files. Windows before a
+position are skipped without being read.
 """
 
 import bisect
@@ -50,15 +50,16 @@ class Row(NamedTuple):
     prompt_index: int
     """Number of the row in all files, from 0."""
     encoded: pa.RecordBatch
-    """The row alone."""
+    """A batch with only this row."""
 
     def values(self) -> dict[str, Any]:
-        """The row as read. Raises ValueError where it cannot be decoded."""
+        """Decode the row as read. Raises ValueError if it cannot be decoded."""
         return next(values(self.encoded))
 
 
 def units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:
-    """Row groups in file order, those above half a window cut into equal slices, up to `limit` rows (-1: all)."""
+    """List row groups in file order, up to `limit` rows (-1: all); those above half a window are cut into equal
+    slices."""
     most = max(window_rows // 2, 1)
     left = limit if limit >= 0 else sum(file.rows for file in files)
     found = []
@@ -84,14 +85,15 @@ class ShuffledDataset:
         shuffle: bool,
         columns: list[str],
     ) -> None:
-        """
+        """Store the parts.
+
         Args:
-            files: not opened before a window is read.
-            units: the rows that are in the order.
-            window_rows: most rows in memory.
-            seed: the order follows from it and the epoch.
+            files: the files, which are opened when a window is read.
+            units: the rows in the order.
+            window_rows: largest number of rows in memory.
+            seed: determines the order, together with the epoch.
             shuffle: False keeps the order of the files.
-            columns: what is read of each row.
+            columns: columns to read of each row.
         """
         self.files, self.units, self.window_rows = files, units, window_rows
         self.shuffle, self.columns = shuffle, columns
@@ -100,7 +102,7 @@ class ShuffledDataset:
         self._first_index = [0, *itertools.accumulate(file.rows for file in files)]
 
     def walk(self, epoch: int, offset: int, epochs: int | None) -> Iterator[Row]:
-        """Rows from a position on, up to the beginning of epoch `epochs` (None: without end). Raises as
+        """Yield rows from a position on, up to the beginning of epoch `epochs` (None: without end). Raises as
         `PromptFile.read`."""
         for current in itertools.count(epoch):
             if epochs is not None and current >= epochs:
@@ -111,7 +113,7 @@ class ShuffledDataset:
             offset = 0
 
     def windows(self, epoch: int) -> list[Window]:
-        """The windows of an epoch in order, from row counts alone."""
+        """Plan the windows of an epoch in order, only from row counts."""
         units = self.units
         if self.shuffle:
             units = [units[i] for i in self._random(epoch).permutation(len(units))]
@@ -131,7 +133,7 @@ class ShuffledDataset:
         return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=place))
 
     def _rows(self, epoch: int, window: Window, skip: int) -> Iterator[Row]:
-        """The rows of a window but the first `skip`. The window is in memory while they are taken."""
+        """Yield the rows of a window after the first `skip`. The window is in memory until all are taken."""
         parts: list[tuple[int, Slice, pa.RecordBatch]] = []
         for file, own in itertools.groupby(sorted(window.units), key=lambda unit: unit.file):
             parts += [(file, *read) for read in self.files[file].read([unit.part for unit in own], self.columns)]
@@ -153,7 +155,7 @@ BLOCK = 1024
 
 
 def uniform_at(seed: tuple[int, ...], *place: int) -> float:
-    """A repeatable random number from 0 up to 1."""
+    """Draw a repeatable random number from 0 up to 1."""
     *group, last = place
     return float(_uniform_block(seed, (*group, last // BLOCK))[last % BLOCK])
 

@@ -1,10 +1,10 @@
 """The prompt stage: it gets page numbers and returns prompts.
 
-A **page** is the prompts of a few whole iterations, with the validation rows that are due between them: those of a
-version are placed before the first prompts that need it, so that they are admitted together. One actor turns pages into
-rows in turn, and the policy store paces it: a page is made when its first iteration is about to be admitted, so the
-stage never reads far ahead of training, however large the data. The store keeps the place where each iteration ends; a
-restarted actor and a resumed run continue there.
+A **page** is the prompts of a few whole iterations, with the validation rows that are due between them. The validation
+rows of a version are placed before the first prompts that need that version, so that they are admitted together. One
+actor turns pages into rows in turn, and the policy store paces it: a page is made when its first iteration is about to
+be admitted, so the stage never reads far ahead of training, however large the data. The store keeps the place at which
+each iteration ends; a restarted actor and a resumed run continue there.
 """
 
 import functools
@@ -37,7 +37,7 @@ from pipeline.store.prompt_ledger import PromptBatch
 from pipeline.store.status import TrainerState
 
 MAX_PAGES = 256
-"""Pages of a run: each of them is a block from the start."""
+"""Number of pages of a run: each page is a block from the start."""
 PAGE_PROMPTS = 256
 """Size of a page in prompts, if an iteration has fewer and does not depend on earlier outcomes: making a page takes as
 long as making a chunk."""
@@ -59,9 +59,9 @@ class Schedule:
     max_staleness: int = 0
     """`algorithm.max_staleness`: number of versions that a row may be old."""
     max_num_gen_batches: int | None = None
-    """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
+    """With dynamic sampling: number of prompt batches that an iteration may take. A page then consists of batches."""
     page_prompts: int = 0
-    """Prompts of whole iterations that fit into one page, where no validation is between them."""
+    """Largest page in prompts of whole iterations, if no validation lies between them; 0 for one iteration per page."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -80,7 +80,7 @@ class Schedule:
     @property
     def page_iterations(self) -> int:
         if self.max_num_gen_batches is not None:
-            # Validation rows are in front of a page, and every version must generate the first batch of one.
+            # Validation rows come before a page, and every version must generate the first batch of one.
             often = self.validation and self.test_freq > 0
             return 1 if often else -(-self.iterations * self.max_num_gen_batches // MAX_PAGES)
         fitting = self.page_prompts // (self.chunks_per_iteration * self.chunk_prompts)
@@ -90,7 +90,7 @@ class Schedule:
 
     @property
     def pages(self) -> int:
-        """Pages of a run from the start: those of the iterations, and one for the last validation."""
+        """Pages of a run from the start: the pages of its iterations, and one for the last validation."""
         if self.max_num_gen_batches is not None:
             ahead = LOOKAHEAD + self.max_staleness
             return -(-(self.iterations * self.max_num_gen_batches + ahead) // self.page_iterations) + 1
@@ -112,7 +112,7 @@ class Schedule:
         return self.max_staleness + (self.max_num_gen_batches is not None)
 
     def validates(self, version: int, last: bool) -> bool:
-        """Whether policy `version` is validated; the last one always is."""
+        """Return whether policy `version` is validated; the last one always is."""
         if not self.validation:
             return False
         if version == 0:
@@ -120,8 +120,8 @@ class Schedule:
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
 
     def reached(self, base: int, done: int) -> int:
-        """The version that the prompts of the iteration after `done` iterations of an attempt need, which began with
-        version `base`; `base - 1` before the first one."""
+        """Return the version that the prompts after `done` iterations of an attempt need, if the attempt began with
+        version `base`; `base - 1` before the first iteration."""
         return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
 
 
@@ -134,15 +134,15 @@ def loaders(
     epochs: int | None = None,
     lag: int = 1,
 ) -> tuple[PromptLoader, PromptLoader | None]:
-    """The loader of training prompts and, where there are validation files, that of validation prompts.
+    """Make the loader of training prompts and, if there are validation files, the loader of validation prompts.
 
     Args:
         data: the files, and how they are read.
         model: its tokenizer is used.
-        limits: what `sampling.row_limits` returned.
+        limits: the result of `sampling.row_limits`.
         seed: `trainer.seed`.
-        run_dir: where unusable rows are set aside and trajectories are recorded; None only counts unusable rows.
-        epochs, lag: as of `PromptLoader`.
+        run_dir: folder of the run, for unusable rows and recorded trajectories; None only counts unusable rows.
+        epochs, lag: as in `PromptLoader`.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file, the tokenizer, the sampler or the generator cannot be used.
@@ -162,13 +162,13 @@ def loaders(
 class Prompts:
     """The one actor of the prompt stage.
 
-    Without dynamic sampling a page is `Schedule.page_iterations` iterations. With it, the number of prompts that an
-    iteration takes is known only when the iteration is full. A page is then that many **batches** of prompts, each as
-    large as an iteration. The stage repeats the data as often as needed, and ends when the last iteration is trained.
-    Engines generate no surplus prompts (`PolicyStore.admit`).
+    Without dynamic sampling a page is `Schedule.page_iterations` iterations. With it, the number of prompts of an
+    iteration is known only when the iteration is full. A page is then that many **batches** of prompts, each as large
+    as an iteration. The stage repeats the data as often as needed, and ends when the last iteration is trained. Engines
+    generate no surplus prompts (`PolicyStore.admit`).
 
     With dynamic sampling the validation rows of a version precede the first page that is made at that version. The
-    version stays current until they are recorded, and generates at least one batch, so there is such a page.
+    version stays current until they are recorded, and generates at least one batch, so such a page exists.
     """
 
     def __init__(
@@ -181,9 +181,10 @@ class Prompts:
         store: StoreClient,
         run_dir: str,
     ):
-        """
+        """Load the prompts.
+
         Raises:
-            ValueError: as of `loaders`; or, with dynamic sampling, a sampler or generator learns from iterations.
+            ValueError: as in `loaders`; or, with dynamic sampling, a sampler or generator learns from iterations.
         """
         self._schedule, self._store, self._deadlines = schedule, store, trainer.deadlines
         self._endless = schedule.max_num_gen_batches is not None
@@ -201,17 +202,17 @@ class Prompts:
         """Batches that have not been reported to the store."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of one page; none once the data or the iterations are used up."""
+        """Make the rows of one page; none once the data or the iterations are used up."""
         page = table["id"][0].as_py()
         trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
         made = self._batches(page, trainer) if self._endless else self._iterations(page, trainer)
         return pa.concat_tables([PROMPT.empty_table(), *made])
 
     def _iterations(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """A page of iterations."""
+        """Make a page of iterations."""
         schedule, base = self._schedule, trainer.version
         before = page * schedule.page_iterations  # iterations of this attempt before the page
-        # A restarted actor may make the page again in which the prompts ended, so the version matters.
+        # A restarted actor may make the page in which the prompts ended again, so the version matters.
         self._last = self._store.call(PolicyStore.last_version)
         if self._past_end(base + before):
             return
@@ -225,8 +226,8 @@ class Prompts:
         self._report()
 
     def _iteration(self, version: int, done: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """Rows of iteration `version + 1`, `done` iterations into this attempt, behind the validations of versions
-        that they are the first to need; where the prompts have ended, all validations that are left."""
+        """Make the rows of iteration `version + 1`, `done` iterations into this attempt, after the validations of the
+        versions that they are the first to need; at the end of the prompts, all remaining validations."""
         schedule, base = self._schedule, trainer.version
         if self._past_end(version):
             return
@@ -246,11 +247,11 @@ class Prompts:
         self._made.append(PromptBatch(done + 1, self._cursor(version + 2), self._loader.counts(), version + 1))
 
     def _batches(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """A page of batches; none once the last iteration is trained."""
+        """Make a page of batches; none once the last iteration is trained."""
         schedule = self._schedule
         first = page * schedule.page_iterations
-        # The last one of the first batch: validation rows of a version are behind the pages made before it, and none
-        # of their chunks may need the version after it, which waits for the validation.
+        # The last chunk of the first batch: validation rows of a version follow the pages made before it, and none of
+        # their chunks may need the version after it, which waits for the validation.
         chunk = (first + 1) * schedule.chunks_per_iteration - 1
         grant = self._store.wait(PolicyStore.grant_page, page, chunk, LOOKAHEAD, self._deadlines.admission)
         if grant.first and schedule.validates(grant.version, grant.over):
@@ -262,7 +263,7 @@ class Prompts:
             cursor = self._store.call(PolicyStore.begin_of_batch, first)
             self._loader.load(cursor)
             if cursor.skip:
-                # Trained, or dropped, before the run stopped.
+                # These prompts were trained, or dropped, before the run stopped.
                 self._loader.iteration(cursor.batch, cursor.skip)
         self._next_page = page + 1
         for batch in range(first, first + schedule.page_iterations):
@@ -270,28 +271,28 @@ class Prompts:
             self._made.append(PromptBatch(batch, self._cursor(number), self._loader.counts()))
             self._report()
             rows = self._loader.iteration(number, schedule.chunks_per_iteration * schedule.chunk_prompts)
-            # The filter stage knows which iteration trains a row.
+            # Only the filter stage knows which iteration trains a row.
             yield from self._chunks(rows, batch, None)
 
     def _chunks(self, rows: list[dict[str, Any]], batch: int, iteration: int | None) -> Iterator[pa.Table]:
-        """The chunks of a batch of the attempt."""
+        """Cut a batch of the attempt into chunks."""
         chunks, size = self._schedule.chunks_per_iteration, self._schedule.chunk_prompts
         for chunk in range(chunks):
             prompts = to_table(rows[chunk * size : (chunk + 1) * size])
             yield stamp(prompts, "train", batch * chunks + chunk, iteration)
 
     def _cursor(self, number: int) -> PromptCursor:
-        """Where the run's batch `number` begins, which comes next."""
+        """Return the cursor at the beginning of the run's batch `number`, which comes next."""
         return replace(self._loader.cursor, batch=number)
 
     def _report(self) -> None:
-        """Report the batches that have been made to the store."""
+        """Report the new batches to the store."""
         if self._made:
             self._store.call(PolicyStore.report_prompts, self._made)
             self._made = []
 
     def _validation(self, version: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        # What a resumed run starts from was validated before it stopped, unless it was asked to stop.
+        # The version from which a run resumes was validated before the run stopped, unless a signal stopped it.
         if version == trainer.version and version > 0 and trainer.validated:
             self._store.call(PolicyStore.announce_validation, version, 0)
             return
@@ -300,7 +301,7 @@ class Prompts:
         for prompts in self._val.epoch(size):
             rows += len(prompts)
             yield stamp(prompts, "val", -1, version)
-            # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.
+            # Every chunk has the same number of rows. The padding of the last one is neither generated nor recorded.
             yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
         self._store.call(PolicyStore.announce_validation, version, rows)
 

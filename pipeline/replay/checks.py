@@ -1,8 +1,8 @@
-"""Settings of a replay (`data.recorded_run`): those that it begins with, and those that it cannot have.
+"""The settings of a replay (`data.recorded_run`): its initial settings, and the impossible ones.
 
-Everything from the reward stage on runs as in any other run. Of what comes before, only what the rows depend on is
-left: how many there are to a prompt, how long they may be, and how they were sampled. Importing this loads neither
-torch nor Ray nor vLLM.
+From the reward stage on, everything runs as in any other run. The earlier settings matter only as far as the rows
+depend on them: responses per prompt, their lengths, and their sampling. Importing this loads neither torch nor Ray nor
+vLLM.
 """
 
 import copy
@@ -33,17 +33,17 @@ UNREAD = tuple(
     for name in keys(Config)
     if name.startswith(("data.", "rollout.", "agent.", "stream.")) and not any(fnmatch(name, read) for read in _READ)
 )
-"""Keys that say how prompts are read and responses generated, which a replay does not do."""
+"""Keys for reading prompts and generating responses, which a replay does not do."""
 
 CHECKED_GROUPS = 256
 """Number of groups, from the first one, whose tokens and rewards are checked before the start."""
 
 
 def recorded_config(run_dir: Path) -> Config:
-    """The settings of the run that was recorded in `run_dir`.
+    """Load the settings of the run that was recorded in `run_dir`.
 
     Raises:
-        ConfigError: it is no folder of a run, or that of another version.
+        ConfigError: it is not a run's folder, or a run of another version.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"there is no folder {run_dir}; give that of a run that has trained, such as runs/NAME")
@@ -56,12 +56,12 @@ def recorded_config(run_dir: Path) -> Config:
 
 
 def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
-    """The settings of a replay that changes nothing: one pass over the rows, in a folder beside the recording's.
+    """Return the settings of a replay without changes: one pass over the rows, in a folder next to the recording's.
 
     Args:
         recorded: settings of the run that was recorded.
         run_dir: its folder.
-        iterations: which recorded iterations to train on, in the form of `data.recorded_iterations`.
+        iterations: the recorded iterations to train on, in the form of `data.recorded_iterations`.
     """
     config, default = copy.deepcopy(recorded), Config()
     for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume", "trainer.accept_changed"):
@@ -71,9 +71,9 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
     config.data.recorded_run, config.data.recorded_iterations = str(folder), iterations
     trainer.experiment_name, trainer.default_local_dir = f"{folder.name}-replay", str(folder.parent)
     trainer.total_epochs, trainer.total_training_steps = 1, None
-    # With other settings than the recording's, a replay's policy soon differs, and that is no error.
+    # With other settings than the recording's, a replay's policy soon differs, which is normal.
     trainer.max_log_prob_gap = None
-    # Groups that agreed are not in the recording.
+    # The recording lacks groups whose rewards agreed.
     config.algorithm.filter_groups.enable = False
     return config
 
@@ -82,7 +82,7 @@ def check_folder(config: Config, run_dir: Path) -> None:
     """Keep a replay out of the folder that it reads.
 
     Raises:
-        ConfigError: `run_dir`, the folder of the run that is about to start, is that of the recording.
+        ConfigError: `run_dir`, the folder of the run that is about to start, is the recording's.
     """
     recorded = config.data.recorded_run
     if recorded is not None and run_dir.resolve() == Path(recorded).resolve():
@@ -93,7 +93,7 @@ def check_folder(config: Config, run_dir: Path) -> None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per setting that cannot be with, or without, a recording."""
+    """Yield one sentence per setting that does not fit a recording, or needs one."""
     data = config.data
     if data.recorded_run is None:
         if data.recorded_iterations is not None:
@@ -121,7 +121,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What to know of a replay that is about to begin; nothing for another run."""
+    """Yield advice on a replay that is about to begin; nothing for another run."""
     if uses_engines(config):
         return
     yield (
@@ -174,7 +174,7 @@ def check_recording(config: Config) -> int:
 
 
 def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
-    """One sentence per setting that the rows of the recording do not allow."""
+    """Yield one sentence per setting that the rows of the recording do not allow."""
     run_dir = config.data.recorded_run
     for name in ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"):
         was, now = value_of(recorded, name), value_of(config, name)
@@ -213,7 +213,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
 
 
 def _check_tokens(config: Config, rows: list[dict]) -> None:
-    """Tokens mean the same to the model that is trained as to the one that made them."""
+    """Refuse a model whose tokenizer reads the recorded tokens differently."""
     from pipeline.models.tokenizer import load_tokenizer
 
     episodes = uses_agent(config)
@@ -222,7 +222,7 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     for row, text in zip(rows, texts, strict=True):
         if not episodes:
             text = begun_text(row["prompt"]) + text
-        # Of an answer of an episode, calls and reasoning were taken out.
+        # Recorded answers of an episode lack its calls and reasoning.
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(
                 f"{config.model.tokenizer_path or config.model.path} has another tokenizer than the one that "
@@ -233,7 +233,7 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
 
 
 def _last_answer(row: dict) -> list[int]:
-    """The tokens of an episode's last answer."""
+    """Return the tokens of an episode's last answer."""
     end = len(row["response_ids"])
     for span in reversed(row["spans"]):
         if span["kind"] == ANSWER:

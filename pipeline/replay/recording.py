@@ -1,7 +1,8 @@
 """A recording: the training rows of a run, as groups in the order in which it trained on them.
 
-A file of `trajectories/` holds one chunk of whole groups, whose `n` rows stand together. All files hold as many groups,
-and all iterations as many files, so a group's number, from 0, says where its rows are. `check` makes sure of it.
+A file of `trajectories/` holds one chunk of whole groups, and a group's `n` rows are adjacent. All files hold equally
+many groups, and all iterations equally many files, so a group's number, from 0, determines the place of its rows.
+`check` verifies this.
 """
 
 import re
@@ -21,7 +22,7 @@ COLUMNS = (
     *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info", "agent_name"),
     *("sample", "response_ids", "response_mask", "rollout_log_probs", "response", "finish_reason", "engine"),
 )
-"""Columns that are read; the others of `rows.PROMPT` and `rows.ROLLOUT` are those of the run that trains."""
+"""Columns that are read; the training run fills the other columns of `rows.PROMPT` and `rows.ROLLOUT`."""
 NEWER = {"agent_name"}
 """Columns that older recordings lack; they are null then."""
 READERS = 16
@@ -31,10 +32,10 @@ _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
 def iteration_range(text: str) -> tuple[int, int]:
-    """First and last iteration of `3-10`, or of `3` alone.
+    """Parse the first and last iteration of `3-10`, or of the single number `3`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text has neither form.
     """
     match = _RANGE.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -56,7 +57,7 @@ class Recording:
         episodes: whether the columns `rows.AGENT` are read too.
 
     Attributes:
-        n: rows of a group.
+        n: number of rows of a group.
         groups: number of groups.
 
     Raises:
@@ -90,15 +91,16 @@ class Recording:
         self.n = uids.count(uids[0])
         self._groups_per_file = len(uids) // self.n
         self.groups = len(self._files) * self._groups_per_file
-        # Iterations of another size than the recorded ones may end inside a file.
+        # If iterations differ in size from the recorded ones, they may end inside a file.
         self._read = lru_cache(1)(self._read_file)
 
     def iteration_of(self, group: int) -> int:
-        """The recorded iteration that trained on the group."""
+        """Return the recorded iteration that trained on the group."""
         return self._first + group % self.groups // (self._groups_per_file * self._files_per_iteration)
 
     def rows(self, first: int, end: int) -> pa.Table:
-        """The rows of the groups from `first` to `end - 1`, `n` each; numbers go on over passes over the recording."""
+        """Read the rows of the groups from `first` to `end - 1`, `n` each; numbers go on over passes over the
+        recording."""
         parts = []
         while first < end:
             file, skipped = divmod(first % self.groups, self._groups_per_file)
@@ -108,10 +110,10 @@ class Recording:
         return pa.concat_tables(parts)
 
     def check(self) -> dict[str | None, set[str]]:
-        """Check every file; the values of `data_source` in them, by the `agent_name` of the rows.
+        """Check every file; returns the values of `data_source` in them, by the `agent_name` of the rows.
 
         Raises:
-            ValueError: a file is damaged, lacks a column, or holds other rows than the others do.
+            ValueError: a file is damaged, lacks a column, or differs from the others in its rows.
         """
         for iteration, files in self._iterations.items():
             if len(files) != self._files_per_iteration:
@@ -164,12 +166,12 @@ class Recording:
 
 
 def whole_iterations(run_dir: str, chunks: int) -> str:
-    """The recorded iterations up to the last one of `chunks` chunks, as `iteration_range` reads them.
+    """Return the recorded iterations up to the last one of `chunks` chunks, as `iteration_range` reads them.
 
-    An interrupted run may have recorded a part of a last iteration. `Recording` refuses what is missing before it.
+    An interrupted run may have recorded a part of a last iteration. `Recording` refuses gaps before it.
 
     Raises:
-        FileNotFoundError: there is no such iteration.
+        FileNotFoundError: no iteration has `chunks` chunks.
     """
     found = recorded_files(run_dir)
     whole = [iteration for iteration, files in found.items() if len(files) == chunks]

@@ -1,8 +1,8 @@
 """The source of a replay: page numbers in, the recorded rows of those iterations out.
 
-The rows enter the stream at the reward stage; no engine and no admission stand before it. Tokens and log-probs are
-those of the recording, positions and versions those of the run that trains. Its policy differs from the recorded one as
-soon as the two have been trained differently.
+The rows enter the stream at the reward stage, without an engine or admission before it. Tokens and log-probs come from
+the recording, positions and versions from the training run. Its policy differs from the recorded one as soon as the two
+have been trained differently.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ class Replay:
         data: the section `data`, which names the recording.
         baselines: whether the estimator reads the recorded scores of greedy responses.
         episodes: whether the rows are episodes.
-        schedule: which iterations there are.
+        schedule: the run's iterations and pages.
         store: the policy store, for this attempt.
         deadlines: the section `trainer.deadlines`.
     """
@@ -50,7 +50,7 @@ class Replay:
         self._schema = pa.schema([rows.SCHEMA.field(name) for name in names])
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of one page; none after the last iteration."""
+        """Return the rows of one page; none after the last iteration."""
         schedule = self._schedule
         trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
         first = table["id"][0].as_py() * schedule.page_iterations
@@ -64,18 +64,19 @@ class Replay:
         return page
 
     def _begin(self, done: int, trainer: TrainerState) -> int:
-        """Number of the first group after `done` iterations of the attempt; numbers go on over the passes."""
+        """Return the number of the first group after `done` iterations of the attempt; numbers go on over the
+        passes."""
         return trainer.cursor.epoch * self._recording.groups + trainer.cursor.offset + done * self._prompts
 
     def _end(self, done: int, trainer: TrainerState) -> PromptBatch:
-        """Where the iteration after `done` iterations of the attempt ends."""
+        """Return the end of the iteration after `done` iterations of the attempt."""
         iteration, end = trainer.version + done + 1, self._begin(done + 1, trainer)
         epoch, offset = divmod(end, self._recording.groups)
         metrics = {"prompts/recorded_iteration": self._recording.iteration_of(end - 1)}
         return PromptBatch(done + 1, PromptCursor(epoch, offset, batch=iteration + 1), metrics, iteration)
 
     def _rows(self, done: int, trainer: TrainerState) -> pa.Table:
-        """The rows of the iteration after `done` iterations of the attempt."""
+        """Make the rows of the iteration after `done` iterations of the attempt."""
         schedule, recording = self._schedule, self._recording
         group = np.repeat(np.arange(self._prompts), recording.n)
         chunk = done * schedule.chunks_per_iteration + group // schedule.chunk_prompts

@@ -18,9 +18,9 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 from pipeline.reward.stage import INPUTS, Reward
 
 RESPONSE = "The answer is 42.\n```python\nprint(42)\n```"
-"""The response that is scored. It need not be right."""
+"""The made-up response that is scored. It need not be right."""
 ROWS = 4  # rows of each data source
-# Validation rows are not shaped, so they need no tokens. The reward model's number comes from a stage before.
+# Validation rows are not shaped, so they need no tokens. An earlier stage adds the reward model's number.
 MADE_UP = {"response": RESPONSE, "split": "val", "rm_score": 0.0, "rm_error": None}
 TEXTS = (*INPUTS, "agent_name", "split", "rm_error")
 TRIED = pa.schema([*((name, pa.string()) for name in TEXTS), ("rm_score", pa.float32())])
@@ -30,24 +30,24 @@ EPISODE = pa.schema([rows.SCHEMA.field(name) for name in ("messages", "turns", "
 
 
 class Tried(NamedTuple):
-    """What a made-up response got."""
+    """The result of a made-up response."""
 
     score: float | None
-    """Of the first prompt; None if its reward failed."""
+    """Score for the first prompt; None if its reward failed."""
     acc: bool | None
-    """Whether the reward has the part `acc`; None if a function of the user may give it for other responses."""
+    """True if the reward has the part `acc`; None if a function of the user may give it for other responses."""
 
 
 def check_names(config: RewardConfig, training: Collection[str], others: Collection[str] = ()) -> None:
-    """Check that each data source that the section `reward` names is one of the prompts'.
+    """Check that each data source named in the section `reward` occurs in the prompts.
 
     Args:
         config: the section `reward`.
-        training: the values of `data_source` in the training rows, whose scores alone are shaped.
+        training: the values of `data_source` in the training rows. Only their scores are shaped.
         others: the values in the validation rows.
 
     Raises:
-        ValueError: a setting names another one, so it would do nothing.
+        ValueError: a setting names another data source, so it would do nothing.
     """
     places: tuple[tuple[str, Mapping[str, Any], Collection[str]], ...] = (
         ("reward.source_scale", config.source_scale, training),
@@ -96,13 +96,13 @@ def dry_call(
     """Score a made-up response to the first prompts of each data source, as the run would score responses.
 
     Args:
-        prompts: tables with the columns `READ`; those without `agent_name` are of the section `agent`.
+        prompts: tables with the columns `READ`; rows without `agent_name` belong to the section `agent`.
         config: the section `reward`.
-        parts: the parts of the reward that must be there, by the setting that names them.
+        parts: the required parts of the reward, by the setting that names them.
         agent: the section `agent`. The response is then an episode of one turn, whose environment rewards nothing.
 
     Returns:
-        What each data source got. Prompts of agents whose environment gives the score are left out.
+        The result for each data source. Prompts of agents whose environment gives the score are left out.
 
     Raises:
         ValueError: a function of the user cannot be loaded, or the reward fails for all prompts of a data source or
@@ -153,6 +153,6 @@ def dry_call(
 
 
 def _episode(prompt: str) -> dict[str, Any]:
-    """The columns `EPISODE` of a row whose only answer is `RESPONSE`."""
+    """Return the columns `EPISODE` of a row whose only answer is `RESPONSE`."""
     messages = answered(json.loads(prompt), RESPONSE)
     return {"messages": json.dumps(messages), "turns": 1, "env_score": 0.0, "env_parts": "{}", "env_error": None}

@@ -1,23 +1,17 @@
-"""Which functions score a row: the rule of its `data_source`, a function of the user, or several with weights.
+"""The functions that score a row: the rule of its `data_source`, a function of the user, or several with weights.
 
-User code is imported by `load` alone, and only in reward workers (`program.py`).
+Only `load` imports user code, and only in reward workers (`program.py`).
 """
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipeline import imports
 from pipeline.config.reward import FunctionConfig, RewardConfig
-from pipeline.errors import not_importable
 from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import Budget, budget_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
@@ -25,15 +19,14 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 EPISODE_KEYWORDS = ("messages", "turns")
-"""Columns of episodes that a function gets where its parameters name them: the conversation as a list of messages
-`{role, content}`, and the number of answers. Batch functions get a list of each."""
+"""Columns of episodes that a function gets if its parameters name them: the conversation as a list of messages `{role,
+content}`, and the number of answers. Batch functions get a list of each."""
 TABLE = "table"  # parameter of a batch function that takes the rows as one Arrow table
 
-ONLY = ""  # name of the function where there is just one
+ONLY = ""  # name of a function without others
 
 SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need beyond its limit, to start and to end
 
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _KINDS: dict[str, tuple[Any, str]] = {
     "path": (str | None, "text or null"),
     "name": (str, "text"),
@@ -42,7 +35,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "batch": (bool, "true or false"),
     "timeout_s": (int | float | None, "a number or null"),
 }
-"""Types of the keys of `FunctionConfig`, also in words."""
+"""Types of the keys of `FunctionConfig`, with a text for messages."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Function:
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """The functions that score every row, in the order of `reward.functions`; none if a reward model scores alone.
+    """List the functions that score every row, in the order of `reward.functions`; none if only a reward model scores.
 
     Raises:
         ValueError: as `function_config`.
@@ -82,7 +75,7 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
 
 
 def function_config(name: str, settings: Any) -> FunctionConfig:
-    """The section `reward.functions.<name>` with its defaults.
+    """Read the section `reward.functions.<name>` with its defaults.
 
     Raises:
         ValueError: the section has an unknown key, or a value of a wrong type.
@@ -100,7 +93,8 @@ def function_config(name: str, settings: Any) -> FunctionConfig:
 
 
 def limit_of(function: Function, data_source: str, config: RewardConfig) -> float:
-    """Seconds that a call of `function` for a row of `data_source` may take; the sandbox has limits of its own."""
+    """Return the time limit (s) of a call of `function` for a row of `data_source`; the sandbox has limits of its
+    own."""
     if function.path is not None or data_source not in DATA_SOURCES:
         return function.timeout_s
     sandbox = config.sandbox
@@ -108,18 +102,18 @@ def limit_of(function: Function, data_source: str, config: RewardConfig) -> floa
 
 
 def budget_for(function: Function, data_source: str) -> Budget | None:
-    """The budget of the rule that `function` calls for a row of `data_source`, if it has one."""
+    """Return the budget of the rule that `function` calls for a row of `data_source`, if it has one."""
     if function.path is not None or data_source in DATA_SOURCES:
         return None
     try:
         return budget_of(rule_of(data_source))
     except ValueError:
-        # The row's error says that there is no such rule.
+        # The row's error reports the missing rule.
         return None
 
 
 def load(function: Function) -> Callable[..., Any]:
-    """The user's function.
+    """Load the user's function.
 
     Raises:
         ValueError: the file or module is missing or fails to load, has no such function, or the function does not take
@@ -152,39 +146,24 @@ def load(function: Function) -> Callable[..., Any]:
 
 
 def keywords_of(function: Callable[..., Any], batch: bool) -> tuple[str, ...]:
-    """Names of the arguments that the rows fill."""
+    """Return the names of the arguments that the rows fill."""
     if not batch:
         return KEYWORDS
     return (TABLE,) if TABLE in inspect.signature(function).parameters else BATCH_KEYWORDS
 
 
 def episode_keywords(loaded: Callable[..., Any], function: Function) -> tuple[str, ...]:
-    """Those of `EPISODE_KEYWORDS` that parameters of the loaded function name, and its settings do not fill."""
+    """Return the `EPISODE_KEYWORDS` that the loaded function has as parameters and its settings do not fill."""
     named = inspect.signature(loaded).parameters
     return tuple(name for name in EPISODE_KEYWORDS if name in named and name not in function.kwargs)
 
 
 def _module(function: Function) -> ModuleType:
     path, key = str(function.path), f"{function.key}.path"
-    file = Path(path).expanduser()
-    if not path.endswith(".py") and _MODULE.fullmatch(path):
-        name, spec = path, None
-    elif file.suffix == ".py" and file.is_file():
-        # Two files of one name are two modules; one file that holds several functions is loaded once.
-        digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()
-        name = f"reward_function_{file.stem}_{digest}"
-        spec = importlib.util.spec_from_file_location(name, file)
-    else:
-        raise ValueError(f"{key} is {path!r}, which {not_importable(path)}")
-    if name in sys.modules:
-        return sys.modules[name]
     try:
-        if spec is None or spec.loader is None:
-            return importlib.import_module(name)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    # A module may raise anything as it is loaded, `SystemExit` of a script included.
+        return imports.load(path)
+    except imports.NotCode as error:
+        raise ValueError(f"{key} is {path!r}, which {error}") from error
+    # A module may raise anything as it is loaded.
     except BaseException as error:
-        sys.modules.pop(name, None)
         raise ValueError(f"{key}: importing {path} failed with {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""The reward workers of this process: which worker makes which call, and what happens to calls that hang.
+"""The reward workers of this process: the assignment of calls to workers, and the end of calls that hang.
 
     reward stage ─► pool ─► worker (plain functions, one call at a time)
                        ├──► worker (another one, when the first is stuck)
@@ -30,7 +30,7 @@ from pipeline.reward.worker import Call, RewardWorker, WorkerLost
 TICK_S = 0.05
 START_S = 120.0  # seconds in which a worker must have loaded the functions
 LAG_S = 2.0  # seconds after its limit in which an `async def` function must have been ended by its own event loop
-GRACE_S = 1.0  # seconds without a free worker after which more are started; less where the limit of a call is short
+GRACE_S = 1.0  # seconds without a free worker after which more are started; less if the limit of a call is short
 AHEAD_S = 0.02  # seconds of work with cheap rules that a worker is given at once, judged by the rows before
 MAX_AHEAD = 64  # rows of cheap rules that a worker is given at once
 IDLE_S = 60.0
@@ -68,7 +68,7 @@ class Pool:
         self._thread.start()
 
     def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
-        """The answers for the rows of each call.
+        """Make the calls, and return the answers for the rows of each.
 
         Raises:
             ValueError: the functions cannot be loaded; the sentence names the setting and the reason.
@@ -141,7 +141,7 @@ class Pool:
             self._woken.recv(4096)
 
     def _attend(self, worker: RewardWorker) -> None:
-        """Read a worker's answers and give it what it can begin.
+        """Read a worker's answers and give it the calls that it can begin.
 
         Raises:
             WorkerLost: the worker ended, or has to be ended.
@@ -151,7 +151,7 @@ class Pool:
         for call, answers in worker.receive():
             self._finish(worker, call, answers, time.monotonic())
         now = time.monotonic()
-        # Answers are read first, so the row under way is the one that fills the memory or is late.
+        # Answers are read first, so the row in progress is the one that fills the memory or is late.
         worker.check_memory(now)
         late = next((call for call in worker.calls.values() if call.deadline < now), None)
         if late is not None:
@@ -172,7 +172,8 @@ class Pool:
             worker.begin({next(self._ids): call for call in calls})
 
     def _take(self, worker: RewardWorker, now: float) -> list[Call]:
-        """The waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared worker."""
+        """Take the waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared
+        worker."""
         if worker.calls and worker is not self._shared:
             return []
         if self._shared is None and any(self._waiting[name] for name in self._asynchronous):
@@ -189,7 +190,7 @@ class Pool:
                 call = queue.popleft()
                 calls.append(call)
                 if shared or first:
-                    # The others get theirs when the rows before them are answered.
+                    # The others get their deadlines as soon as the rows before them are answered.
                     call.deadline = now + call.limit_s + (LAG_S if shared else 0.0)
                 if not call.by_rule:
                     self._limit.begin(now)
@@ -199,7 +200,7 @@ class Pool:
         return call.by_rule or self._limit.may_begin(now)
 
     def _finish(self, worker: RewardWorker, call: Call, answers: list[Answer], now: float) -> None:
-        """A worker has answered a call."""
+        """Handle a worker's answers to a call."""
         self._set(call, answers)
         following = next(iter(worker.calls.values()), None)
         if following is None or worker is self._shared:
@@ -216,7 +217,7 @@ class Pool:
         call.answers.set_result(answers)
 
     def _resize(self) -> None:
-        """Start workers if calls wait and none has become free for a while; close those that are not needed."""
+        """Start workers if calls wait and none has become free for a while; close unneeded workers."""
         now = time.monotonic()
         plain = [worker for worker in self._workers if worker is not self._shared]
         busy = all(worker.calls for worker in plain)
@@ -228,7 +229,7 @@ class Pool:
             self._needed_at = now
             waits = any(queue and self._may_begin(queue[0], now) for queue in queues)
             if waits and now >= self._free_at + self._grace:
-                # Twice as many: among rows that hang, each new worker soon meets another one.
+                # The number doubles: among rows that hang, each new worker soon meets another one.
                 for _ in range(min(len(plain), self._config.max_processes - len(plain))):
                     self._workers.append(RewardWorker(self._config))
         elif now > self._needed_at + IDLE_S:
@@ -239,12 +240,12 @@ class Pool:
                 worker.kill()
 
     def _drop(self, worker: RewardWorker, lost: WorkerLost) -> None:
-        """Remove a worker: answer the calls that it had begun, and put those behind them back.
+        """Remove a worker: answer the calls that it had begun, and put its later calls back.
 
-        The answer is an error, or a wrong answer where the rule has spent its budget.
+        The answer is an error, or a wrong answer if the rule has spent its budget.
 
         Raises:
-            ValueError: it was lost while it loaded the functions.
+            ValueError: the worker was lost while it loaded the functions.
         """
         worker.kill()
         self._workers.remove(worker)
@@ -254,7 +255,7 @@ class Pool:
             raise ValueError(f"the reward functions were not loaded: {lost}{worker.last_line()}")
         for call in reversed(worker.calls.values()):
             if call.deadline == math.inf:
-                # More of these may hang, and would do so one after the other in one worker.
+                # More of these may hang, one after the other in one worker.
                 call.alone = True
                 self._waiting[call.function.name].appendleft(call)
                 continue
@@ -268,7 +269,7 @@ _LOCK = threading.RLock()
 
 
 def pool_for(config: RewardConfig) -> Pool:
-    """This process's pool for these settings; a pool for other settings is closed.
+    """Return this process's pool for these settings; a pool for other settings is closed.
 
     Raises:
         ValueError: as `functions`.

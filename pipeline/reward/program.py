@@ -1,13 +1,13 @@
 """The program of a reward worker: it loads the reward functions and calls them until its pool closes the connection.
 
-1. The pool sends its settings and then calls, pickled; the answers are JSON. What a function prints is lost.
+1. The pool sends its settings and then calls, pickled; the answers are JSON. Output of a function is lost.
 2. Plain functions run one call after another in the main thread, without an event loop, so they may start a loop of
    their own or use signals. `async def` functions run all at once on one event loop; a worker that has been given such
    a call takes no plain ones any more.
 3. The kernel kills the process when the thread that started it ends, and when a rule spends more CPU time than its
    budget (`rules/budget.py`).
-4. A function may fork. The fork has no connection, and ends when it comes back from the function: the row is the
-   worker's to answer.
+4. A function may fork. The fork has no connection, and ends when it returns from the function, because only the worker
+   answers the row.
 """
 
 import asyncio
@@ -83,23 +83,23 @@ def main(descriptor: int, parent: int) -> None:
             requests = line.receive()
             if requests[0].function in caller.asynchronous:
                 return asyncio.run(_serve_async(caller, line, requests))
-            # The answer of a row is sent before the next one begins, so the pool knows which row a worker died of.
+            # The answer of a row is sent before the next one begins, so the pool knows during which row a worker died.
             for request in requests:
                 line.answer(caller, request, caller.run(request))
 
 
 class Line:
-    """The worker's end of the connection. No other process has it, whatever a function starts."""
+    """The worker's end of the connection. Processes that a function starts do not get it."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         self._connection = Connection(descriptor)
         self._process = os.getpid()
-        # Otherwise a fork would print again what its parent has printed.
+        # Otherwise a fork would print its parent's buffered output again.
         os.register_at_fork(before=_flush, after_in_child=self._connection.close)
 
     def receive(self) -> Any:
-        """What the pool sends next. Raises `EOFError` if it has closed the connection."""
+        """Receive the pool's next message. Raises `EOFError` if the pool has closed the connection."""
         return self._connection.recv()
 
     def send(self, content: Any) -> None:
@@ -116,21 +116,21 @@ class Line:
         if os.getpid() != self._process:
             _flush()
             code = result.code if isinstance(result, SystemExit) else int(isinstance(result, BaseException))
-            # Without the end of the interpreter, which would run the worker's `atexit` functions.
+            # The interpreter's own end would run the worker's `atexit` functions.
             os._exit(code & 255 if isinstance(code, int) else int(code is not None))
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # A function may have put anything in its place.
+        # A function may have replaced the stream by anything.
         with suppress(Exception):
             stream.flush()
 
 
 async def _serve_async(caller: "Caller", line: Line, requests: list[Request]) -> None:
-    """Answer calls of `async def` functions, `requests` being the first ones, all at once."""
+    """Answer calls of `async def` functions all at once, beginning with `requests`."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Request]]()
-    # A fork that goes back to the event loop would serve the other rows, and take what wakes the worker's loop.
+    # A fork that returns to the event loop would serve the other rows, and take the wake-ups of the worker's loop.
     os.register_at_fork(after_in_child=lambda: loop.call_soon(line.end_of_fork, None))
 
     async def answer(request: Request) -> None:
@@ -174,7 +174,7 @@ class Caller:
         self._prepared: set[str] = set()  # data sources whose rule has been called
 
     def run(self, request: Request) -> Any:
-        """What a plain function returns for a call, or the exception it raised."""
+        """Run a plain function for a call; return its result, or the exception that it raised."""
         # A function may raise anything, `SystemExit` included; its row carries the error, which is counted.
         try:
             result = self.begin(request)
@@ -183,7 +183,7 @@ class Caller:
             return error
 
     def begin(self, request: Request) -> Any:
-        """Call the function and return what it returns, which is an awaitable for an `async def` function."""
+        """Call the function and return its result, which is an awaitable for an `async def` function."""
         function, rows = self._functions[request.function], request.rows
         if function.path is None:
             return self._score_by_rule(*rows[0][:3])
@@ -198,7 +198,7 @@ class Caller:
         columns[2] = [_loads(truth) for truth in columns[2]]
         columns[3] = [_loads(extra) or {} for extra in columns[3]]
         filled = dict(zip(BATCH_KEYWORDS if function.batch else KEYWORDS, columns, strict=False))
-        # Rows that are no episodes end here.
+        # For rows that are not episodes, `columns` ends here.
         episodes = dict(zip(EPISODE_KEYWORDS, columns[len(KEYWORDS) :], strict=False))
         for name in episode_keywords(loaded, function):
             if name in episodes:
@@ -222,7 +222,7 @@ class Caller:
             return rule(text, truth, **kwargs)
 
     def answers(self, request: Request, result: Any) -> list[Answer]:
-        """The answer for each row of a call."""
+        """Return the answer for each row of a call."""
         count = len(request.rows)
         if isinstance(result, BaseException):
             return [answer_from(result, self._place(request, result))] * count
@@ -238,7 +238,7 @@ class Caller:
         return [answer_from(inner) for inner in results]
 
     def _place(self, request: Request, error: BaseException) -> str:
-        """The line of the user's file in which an exception arose, in brackets; empty for rules."""
+        """Return the line of the user's file that raised an exception, in brackets; empty for rules."""
         loaded = self._loaded.get(request.function)
         code = getattr(inspect.unwrap(loaded), "__code__", None) if loaded else None
         if code is None:
@@ -249,7 +249,8 @@ class Caller:
 
 @contextmanager
 def _killed_after(cpu_s: float) -> Iterator[None]:
-    """The kernel kills this process with SIGPROF once the block has spent `cpu_s` CPU seconds, even in a C library."""
+    """Let the kernel kill this process with SIGPROF once the block has spent `cpu_s` CPU seconds, even in a C
+    library."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:

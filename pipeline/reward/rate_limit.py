@@ -6,9 +6,10 @@ WINDOW_S = 60.0
 
 
 class RateLimit:
-    """Counts calls, so that no more are under way, or begin in any 60 seconds, than the limits allow.
+    """A counter of calls that bounds the calls in progress, and the calls that begin in any 60 seconds.
 
-    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n. None is no limit.
+    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n. None means
+    unlimited.
     """
 
     def __init__(self, max_concurrent: int | None, max_per_minute: int | None) -> None:
@@ -17,7 +18,7 @@ class RateLimit:
         self._begun: deque[float] = deque()
 
     def may_begin(self, now: float) -> bool:
-        """Whether a call may begin at `now`, in seconds of a clock that never goes back."""
+        """Return whether a call may begin at `now`, in seconds of a monotonic clock."""
         if self._max_concurrent is not None and self._under_way >= self._max_concurrent:
             return False
         while self._begun and now - self._begun[0] >= WINDOW_S:
@@ -25,11 +26,11 @@ class RateLimit:
         return self._max_per_minute is None or len(self._begun) < self._max_per_minute
 
     def begin(self, now: float) -> None:
-        """A call begins."""
+        """Count the beginning of a call."""
         self._under_way += 1
         if self._max_per_minute is not None:
             self._begun.append(now)
 
     def end(self) -> None:
-        """A call has ended, in whatever way."""
+        """Count the end of a call, successful or not."""
         self._under_way -= 1

@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, as the score, the parts and the error of a row."""
+"""The score, the parts and the error of a row, made from a reward function's result or exception."""
 
 import json
 import math
@@ -10,16 +10,16 @@ MAX_ERROR = 500  # characters of a row's error
 MAX_PARTS = 100_000  # characters of a row's parts as JSON
 
 Answer = tuple[float, str, str | None]
-"""The score, the parts as a JSON mapping, and why the reward failed; None where it did not fail."""
+"""The score, the parts as a JSON mapping, and the reason if the reward failed, else None."""
 
 
 def failed(reason: str) -> Answer:
-    """The answer for a row whose reward failed. The score column holds 0, and the error says that it means nothing."""
+    """Return the answer for a row whose reward failed. Its score is 0, which is not used because of the error."""
     return 0.0, "{}", reason[:MAX_ERROR]
 
 
 def sent_answer(sent: Any) -> Answer:
-    """The answer that a worker has sent as JSON.
+    """Check an answer that a worker has sent as JSON.
 
     Raises:
         ValueError, TypeError: it is not an answer.
@@ -31,15 +31,15 @@ def sent_answer(sent: Any) -> Answer:
 
 
 def answer_from(result: Any, place: str = "") -> Answer:
-    """The answer that a function's result, or the exception it raised, makes.
+    """Make an answer from a function's result, or from the exception that it raised.
 
     Args:
         result: a number, a dict with the key `score`, or an exception.
-        place: where the exception arose, put behind its message.
+        place: place of the exception, appended to its message.
     """
     if isinstance(result, BaseException):
         return failed(_message(result)[: MAX_ERROR - len(place)] + place)
-    # The result may fail to convert in any way, which is an error of its row alone.
+    # The result may fail to convert in any way, which is an error of only its row.
     try:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         score = _score(parts)
@@ -67,7 +67,7 @@ def _text(text: str) -> str:
 
 
 def _score(parts: dict[Any, Any]) -> float:
-    """The score, taken out of `parts`."""
+    """Take the score out of `parts`."""
     if "score" not in parts:
         keys = sorted(map(str, parts))
         raise ValueError(f"the reward function returned a dict without the key 'score' (keys: {keys})")
@@ -82,7 +82,7 @@ def _score(parts: dict[Any, Any]) -> float:
 
 
 def _part(value: Any) -> Any:
-    """A part of a reward as plain JSON values; NumPy and torch values are converted."""
+    """Convert a part of a reward to plain JSON values, from NumPy and torch values too."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -1,15 +1,15 @@
-"""How scores of training rows are shaped: scale, normalisation, penalties, bounds.
+"""The shaping of training rows' scores: scale, normalisation, penalties, bounds.
 
-In this order, each step only where it is set:
+The steps, each only if it is set, in this order:
 
-    raw_score                                    what the reward function gave
+    raw_score                                    result of the reward function
     * source_scale[data_source]
     (score - mean) / std                         normalize[data_source]
     - overlong, length and repetition penalty
     within clip                                  so the bounds hold for the scores that advantages are made of
 
-Validation rows are not shaped, so their scores mean the same in every run. There is no running mean: chunks are scored
-in parallel and in no fixed order, so it would differ from run to run and after a resume.
+Validation rows are not shaped, so their scores mean the same in every run. A running mean is not used: chunks are
+scored in parallel and in no fixed order, so it would differ from run to run and after a resume.
 """
 
 import math
@@ -20,13 +20,14 @@ from pipeline.config.reward import OverlongBufferConfig, RewardConfig
 
 
 def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: OverlongBufferConfig) -> np.ndarray:
-    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less, for `lengths` [R] in tokens."""
+    """Compute DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less, for `lengths` [R] in
+    tokens."""
     over = lengths - (max_response_length - config.len)
     return np.minimum(0.0, -over / config.len * config.penalty_factor)
 
 
 def repeated_share(tokens: np.ndarray, ngram: int) -> float:
-    """Share of the n-grams of `tokens` [L] that are repeats: 1 - distinct / all; 0 for fewer than two n-grams."""
+    """Compute the share of repeats in the n-grams of `tokens` [L]: 1 - distinct / all; 0 for fewer than two n-grams."""
     count = len(tokens) - ngram + 1
     if count < 2:
         return 0.0
@@ -35,10 +36,10 @@ def repeated_share(tokens: np.ndarray, ngram: int) -> float:
 
 
 class Shaping:
-    """The steps that the section `reward` sets; penalties on length need `data.max_response_length`.
+    """The shaping steps of the section `reward`; penalties on length need `data.max_response_length`.
 
     Raises:
-        ValueError: it is not given.
+        ValueError: the steps need it, and it is not given.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int | None = None) -> None:
@@ -53,12 +54,13 @@ class Shaping:
             or config.repetition_penalty.factor
             or config.clip
         )
-        """Whether any step is set."""
+        """True if any step is set."""
 
     def __call__(
         self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Shaped scores [R] of rows with these sources and response token ids; the raw score and each penalty [R]."""
+        """Shape the scores [R] of rows with these sources and response token ids; also returns the raw score and each
+        penalty [R]."""
         config = self._config
         parts = {"raw_score": score}
         lengths = np.array([len(ids) for ids in tokens], dtype=np.float64)

@@ -1,8 +1,10 @@
-"""The reward stage: one score per row, from the rule of its `data_source`, functions of the user, a reward model, whose
-numbers the stage before has put beside the rows, or the environment of an episode (`agent.reward`).
+"""The reward stage: one score per row.
+
+Sources of the score are the rule of the row's `data_source`, functions of the user, a reward model (an earlier stage
+adds its numbers to the rows), or the environment of an episode (`agent.reward`).
 
 A reward that fails is an error and not a 0. The row keeps its place in the stream (blocks must stay equal), its score
-column holds 0 and `reward_error` says why. The advantage stage masks such rows, and the run stops when
+column holds 0 and `reward_error` holds the reason. The advantage stage masks such rows, and the run stops when
 `reward.max_error_rate` of an iteration's rows fail.
 """
 
@@ -29,15 +31,16 @@ from pipeline.reward.worker import Call
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
 
 ENV_ERROR = "env_error"
-"""Column that episodes have."""
+"""Column of episodes with the environment's error."""
 
 CARRIED = ("acc", "pred")
 """Parts that validation reads; with several rewards they come from the first reward that has them."""
 
 
 class Reward:
-    """Appends the `REWARD` columns of `pipeline/rows.py` to a table of responses, and with `reward.functions` one
-    column `score_NAME` (float32, null where that one failed) for each.
+    """The stage that appends the `REWARD` columns of `pipeline/rows.py` to a table of responses.
+
+    With `reward.functions` it also appends a column `score_NAME` for each function (float32, null if that one failed).
 
     A row whose environment failed is an error, and no function is called for it.
 
@@ -100,13 +103,14 @@ class Reward:
         return table
 
     def _ways(self, table: pa.Table) -> Sequence[str]:
-        """What scores each row: `function`, `environment` or `sum`."""
+        """Return the source of each row's score: `function`, `environment` or `sum`."""
         if isinstance(self._scored_by, str):
             return [self._scored_by] * len(table)
         return [self._scored_by[name] for name in table["agent_name"].to_pylist()]
 
     def _answers(self, table: pa.Table, called: np.ndarray) -> dict[str, list[Answer]]:
-        """The answers of each function for each row, by the function's name; nothing for rows that are not `called`."""
+        """Return the answers of each function for each row, by the function's name; zeros for rows that are not
+        `called`."""
         names = [*INPUTS, *EPISODE_KEYWORDS] if ENV_ERROR in table.column_names else INPUTS
         by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
         chosen = table.filter(pa.array(called))
@@ -122,7 +126,7 @@ class Reward:
         return {name: _spread(answers, called) for name, answers in by_function.items()}
 
     def _with_environment(self, table: pa.Table, answered: list[Answer], ways: Sequence[str]) -> list[Answer]:
-        """The answers with the environment's rewards added, where they count, and its errors."""
+        """Add the environment's rewards, if they count, and its errors to the answers."""
         columns = (table[name].to_pylist() for name in ("env_score", "env_parts", ENV_ERROR))
         made: list[Answer] = []
         for way, answer, env_score, env_parts, env_error in zip(ways, answered, *columns, strict=True):
@@ -134,13 +138,13 @@ class Reward:
             elif way == "environment":
                 made.append(_bounded(env_score, env_parts or "{}"))
             else:
-                # The function has the last word: its part replaces one of the same name.
+                # If both have a part of one name, the function's part wins.
                 both = json.loads(env_parts or "{}") | json.loads(parts) | {"env_score": env_score}
                 made.append(_bounded(score + env_score, json.dumps(both)))
         return made
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
-        """The answers with the reward model's numbers added."""
+        """Add the reward model's numbers to the answers."""
         numbers, model_errors = table["rm_score"].to_pylist(), table["rm_error"].to_pylist()
         summed: list[Answer] = []
         for answer, number, model_error in zip(answered, numbers, model_errors, strict=True):
@@ -161,7 +165,7 @@ class Reward:
             return answered
         rows_of = table.select(["uid", "data_source", "response_ids", "response_mask"]).take(chosen)
         ids, offsets = rows.flat(rows_of, "response_ids")
-        # Tokens of tools and environments are not the policy's fault.
+        # The policy is not penalised for tokens of tools and environments.
         own = rows.per_token(rows_of, "response_mask", offsets) > 0
         tokens = [ids[first:end][own[first:end]] for first, end in itertools.pairwise(offsets)]
         shaped, made_of = self._shaping(
@@ -188,13 +192,13 @@ class SingleReward:
 
 
 def _spread(answers: Sequence[Answer], called: np.ndarray) -> list[Answer]:
-    """An answer for each row from those of the rows that were called."""
+    """Spread the answers of the called rows over all rows."""
     rest = iter(answers)
     return [next(rest) if made else (0.0, "{}", None) for made in called]
 
 
 def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
-    """One answer from those of several functions; the row fails where one of them does."""
+    """Sum the weighted answers of several functions for a row; it fails if one of them fails."""
     total, parts = 0.0, {}
     for function, (score, inner, error) in zip(called, row, strict=True):
         if error is not None:
@@ -209,7 +213,8 @@ def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
 
 
 def _bounded(score: float, parts: str) -> Answer:
-    """The answer with this score, or an error if weights and penalties have moved it out of the column's range."""
+    """Return the answer with this score, or an error if weights and penalties have moved it out of the column's
+    range."""
     if not abs(score) <= FLOAT32_MAX:
         return 0.0, "{}", f"ValueError: weights, scale and penalties make a score of {score}, not a finite float32"
     return score, parts, None

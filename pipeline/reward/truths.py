@@ -1,4 +1,4 @@
-"""Ground truths that rules can use, checked when rows are read and not when a response is scored."""
+"""The check of ground truths for rules that use them, as rows are read instead of as responses are scored."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ class TruthCheck:
     """`agent_name` of the rows that rules score."""
 
     def applies(self, data_source: str, agent_name: str | None) -> bool:
-        """Whether the ground truth of such a row is checked."""
+        """Return whether the ground truth of such a row is checked."""
         return data_source in DATA_SOURCES and agent_name in self.agents
 
     def __call__(self, data_source: str, agent_name: str | None, ground_truth: Any) -> bool:
-        """Whether the ground truth holds assertions; one that cannot be used is refused.
+        """Return whether the ground truth holds assertions; refuse an unusable one.
 
         Raises:
-            ValueError: a sentence that says why, with `Refused` as its cause if assertions cannot be judged.
+            ValueError: a sentence with the reason, with `Refused` as its cause if assertions cannot be judged.
         """
         if not self.applies(data_source, agent_name):
             return False
@@ -34,7 +34,7 @@ class TruthCheck:
 
 
 def truth_check(config: RewardConfig, agent: AgentConfig) -> TruthCheck:
-    """The check of a run with the sections `reward` and `agent`."""
+    """Make the check of a run with the sections `reward` and `agent`."""
     if all(function.path is not None for function in functions(config)):
         return TruthCheck()
     return TruthCheck(frozenset(name for name, one in agent.agents().items() if one.scored_by != "environment"))

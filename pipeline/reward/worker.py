@@ -44,11 +44,11 @@ PROGRAM = (
 
 @dataclass(eq=False)
 class Call:
-    """One call of a function: for one row, or for all rows of a chunk where the function takes batches."""
+    """One call of a function: for one row, or for all rows of a chunk if the function takes batches."""
 
     function: Function
     rows: list[list[Any]]
-    """data_source, response, and as JSON or None ground_truth and extra_info, of each row; of an episode, also messages
+    """The rows: data_source, response, and ground_truth and extra_info as JSON or None; for an episode, also messages
     as JSON and the number of turns."""
     limit_s: float
     """Wall-clock seconds that the call may take."""
@@ -56,16 +56,16 @@ class Call:
     deadline: float = math.inf
     """Time by which the call must be answered; set when it begins."""
     alone: bool = False
-    """Whether the worker gets no other call at the same time."""
+    """True if the worker gets no other call at the same time."""
 
     @property
     def by_rule(self) -> bool:
-        """Whether a rule is called, and no function of the user."""
+        """True if the function is a rule, not the user's."""
         return self.function.path is None
 
     @property
     def cheap(self) -> bool:
-        """Whether a worker may be given other rows together with this one."""
+        """True if a worker may get other rows together with this one."""
         return self.by_rule and not self.alone and self.rows[0][0] not in DATA_SOURCES
 
 
@@ -90,7 +90,7 @@ class RewardWorker:
         # It records errors that occur before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
-        # Without time limits, a worker that does not read, or stops in the middle of an answer, would hold up the pool.
+        # Without time limits, a worker that does not read, or stops in the middle of an answer, would block the pool.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_S, 0))
@@ -104,7 +104,7 @@ class RewardWorker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        # `receive` notices a process that has already ended.
+        # `receive` detects a process that has already ended.
         with suppress(WorkerLost):
             self._send(config)
 
@@ -124,7 +124,7 @@ class RewardWorker:
             raise self.lost() from None
 
     def receive(self) -> Iterator[tuple[Call, list[Answer]]]:
-        """The calls that it has answered since the last look, which are its own no longer, and their answers.
+        """Yield the calls answered since the last look, with their answers; they no longer belong to the worker.
 
         Raises:
             WorkerLost: the process has ended, has stopped in the middle of an answer, or has sent something else.
@@ -146,12 +146,12 @@ class RewardWorker:
             raise WorkerLost(f"WorkerError: the process of the reward function {stopped}") from None
         except (EOFError, OSError):
             raise self.lost() from None
-        # A copy that the function forked may hold the connection open.
+        # A fork of the function may hold a copy of the connection open.
         if self.process.poll() is not None and not self.connection.poll():
             raise self.lost()
 
     def _read(self) -> dict[str, Any]:
-        """The next message. A function may have written to the connection, so it need not be one of `program.py`."""
+        """Read the next message. A function may have written to the connection, so the message may be foreign."""
         body = self.connection.recv_bytes()
         with suppress(ValueError, TypeError, LookupError, OverflowError, RecursionError):
             message = json.loads(body)
@@ -165,7 +165,7 @@ class RewardWorker:
         raise WorkerLost("WorkerError: the process of the reward function sent something that is not an answer")
 
     def check_memory(self, now: float) -> None:
-        """Raise `WorkerLost` if the process holds too much memory; looks every `LOOK_S` at most."""
+        """Raise `WorkerLost` if the process holds too much memory; checks at most every `LOOK_S`."""
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
@@ -175,7 +175,7 @@ class RewardWorker:
             raise WorkerLost(f"MemoryError: the reward worker holds {held:,.0f} MB, more than {limit}", exhausted=True)
 
     def lost(self) -> WorkerLost:
-        """The error that says how the process ended."""
+        """Return an error with the end of the process."""
         try:
             code = self.process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -186,13 +186,13 @@ class RewardWorker:
         return WorkerLost(f"WorkerError: the process of the reward function ended with {how}", exhausted=spent)
 
     def last_line(self) -> str:
-        """A clause with the last line on standard error before the functions were loaded, if there is one."""
+        """Return a clause with the last line on standard error before the functions were loaded, if any."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - MAX_ERROR))
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
     def kill(self) -> None:
-        """Kill the process and all that it started, except what left its process group."""
+        """Kill the process and all that it started, except processes that left its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

@@ -62,7 +62,18 @@ class Agent:
         """
         if self.config.plays:
             self.loaded = await self._processes.start()
+        if self.loaded.client:
+            self._check_client()
         return self.loaded
+
+    def _check_client(self) -> None:
+        """Refuse places from which a client cannot ask: the endpoint is at 127.0.0.1 of the engine's node."""
+        config = self.config
+        what = f"agent.program={config.program} asks by a client of its own, at an address of the engine's own node"
+        if config.hosts:
+            raise ValueError(f"{what}; leave agent.hosts out, or write async def run(row, chat)")
+        if config.isolation != "none":
+            raise ValueError(f"{what}, and agent.isolation leaves it without a network; set agent.isolation=none")
 
     async def start(self) -> Language:
         """Load environment and tools, and prove that the tokenizer can continue conversations, unless it is done.
@@ -73,7 +84,7 @@ class Agent:
         async with self._starting:
             if self._language is None:
                 loaded = await self.load()
-                if self.config.command:
+                if self.config.command or loaded.client:
                     await self._endpoint.start()
                 self._language = await asyncio.to_thread(
                     language, self.config, self._data, self._tokenizer, loaded.tools
@@ -86,8 +97,8 @@ class Agent:
         if not config.plays:
             return None, World(config, None, {}, environment=False)
         session = await self._processes.open(row, seed, config.open_timeout_s)
-        if config.command:
-            # The command sends its requests to an address of this node (`AgentConfig.problems`).
+        if config.command or self.loaded.client:
+            # Requests go to an address of this node (`AgentConfig.problems`, `_check_client`).
             assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)

@@ -1,10 +1,10 @@
-"""Ray's processes in sessions of their own, so that a signal to the driver's group reaches the driver alone.
+"""Ray's processes in sessions of their own, so that a signal to the driver's group reaches only the driver.
 
 `timeout`, batch systems and terminals signal a whole process group. Ray 2.60 starts its processes in the group of the
-driver, and its GCS ends at once at SIGTERM: the driver could save nothing any more. `start_ray_process` of
+driver, and its GCS ends at once at SIGTERM, so the driver could not save any more. `start_ray_process` of
 ray/_private/services.py (https://github.com/ray-project/ray) has no setting for it, so the class that starts processes
-is replaced while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. With another Ray, where the class
-is missing, Ray starts as it does by itself, and a warning is printed.
+is replaced while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. If another Ray lacks the class, Ray
+starts in its own way, and a warning is printed.
 
 `ray.init` also replaces the handler of SIGTERM: in Python by one that exits without saving, and in its C++ by one that
 prints a trace and aborts. Both are undone here.
@@ -57,7 +57,7 @@ def apart() -> Iterator[None]:
 
 
 def end() -> None:
-    """Kill what a start that failed has left, workers included."""
+    """Kill the remains of a failed start, workers included."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ def end() -> None:
 
 
 def dead() -> str | None:
-    """The one that has ended of the two without which nothing works, by the name of its program; None if none has."""
+    """Return the name of a vital program of Ray that has ended; None if all run."""
     for process in processes:
         program = os.path.basename(str(process.args[0])) if isinstance(process.args, list) else ""
         if program in VITAL and process.poll() is not None:

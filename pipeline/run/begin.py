@@ -1,4 +1,4 @@
-"""The start of Ray: each way in which it fails ends within a minute or two, with a sentence that says what to do."""
+"""The start of Ray. Each failure ends within a minute or two, with a sentence that names a remedy."""
 
 import contextlib
 import os
@@ -18,21 +18,21 @@ from pipeline.errors import NotStarted
 from pipeline.run import apart
 
 REACH_S, JOIN_S, START_S = 10.0, 45.0, 150.0
-"""Longest waits for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
+"""Longest waits (s): for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
 LOOK_S, GONE_S = 1.0, 10.0
-"""Seconds between two looks at Ray's processes, and those that a command has to end by itself after they are gone."""
+"""Seconds between two looks at Ray's processes, and seconds in which a command may still end after they are gone."""
 SOCKET = 107
-"""Bytes of a socket's path, by Linux."""
+"""Longest path of a socket in Linux (bytes)."""
 ALONE = "unset RAY_ADDRESS to start a Ray on this machine"
 NEEDED = 64 * 2**20
-"""Bytes that Ray's logs and sockets need to begin with."""
+"""Bytes that Ray's logs and sockets need at first."""
 
 
 def join(address: str, options: dict[str, Any]) -> None:
     """Join the cluster that `RAY_ADDRESS` names.
 
     Raises:
-        ValueError: nothing answers there, it is not an address, or the cluster asks for a token that is not here.
+        ValueError: nothing answers there, it is not an address, or the cluster requires a token that is not here.
         NotStarted: the cluster refuses this driver.
     """
     named = f"RAY_ADDRESS={address}"
@@ -59,7 +59,7 @@ def join(address: str, options: dict[str, Any]) -> None:
 
 
 def start_here(options: dict[str, Any]) -> None:
-    """Start a Ray on this machine; a second time if the first fails, as on a machine that is too busy for Ray's waits.
+    """Start a Ray on this machine. A failed start is tried once more, since Ray's waits are short for a busy machine.
 
     Raises:
         ValueError: the temporary folder or the resources cannot be used.
@@ -95,7 +95,7 @@ def watch() -> None:
 
 
 def gone(program: str) -> str:
-    """The sentence for a Ray whose process `program` has ended."""
+    """Format the error message for a Ray whose process `program` has ended."""
     return (
         f"Ray is gone: its {program} has ended, by a signal to all processes of the job (TERM to a control group) or "
         "for lack of memory"
@@ -118,7 +118,7 @@ def check_folder() -> None:
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
     folder = os.environ.get(name, "/tmp")
     remedy = f"choose another one: export {name}=/tmp"
-    # As Ray names them: the socket with the longest name, in the folder of a session.
+    # Ray's longest name of a socket, in the folder of a session.
     session = f"ray/session_2000-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
     room = SOCKET - len(os.fsencode(f"/{session}"))
     if not os.path.isabs(folder):
@@ -139,7 +139,7 @@ def check_folder() -> None:
 
 
 def _place(address: str) -> str | None:
-    """HOST:PORT of the head, which for `auto` stands in a file of Ray's; None if Ray finds none.
+    """Return HOST:PORT of the head, which for `auto` is in a file of Ray's; None if Ray finds no head.
 
     Raises:
         ValueError, ConnectionError: `address` is of another form; Ray finds no cluster.
@@ -151,7 +151,7 @@ def _place(address: str) -> str | None:
 
 
 def _reach(place: str | None) -> None:
-    """Return when something takes connections at `place`.
+    """Wait until something takes connections at `place`.
 
     Raises:
         OSError: the host has no address, or nothing took a connection in time.
@@ -189,7 +189,7 @@ def _leave(why: str) -> NoReturn:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says; the last line of one that holds the traceback of another process."""
+    """Return an error's message; if it holds the traceback of another process, only the last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip() if "Traceback" in str(error) else " ".join(" ".join(lines).split())
 

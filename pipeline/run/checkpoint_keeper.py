@@ -1,7 +1,7 @@
-"""Which checkpoints stay: the newest ones, and the best by a validation metric.
+"""The retention of checkpoints: the newest ones stay, and the best by a validation metric.
 
-The driver deletes, since it alone knows which are whole and how good each is. It does so in a background thread, so
-that a slow storage holds nothing up.
+Only the driver knows which checkpoints are whole and how good each is, so it deletes them. It does so in a background
+thread, so that a slow storage delays nothing.
 """
 
 import json
@@ -21,12 +21,12 @@ BEST_FILE = "best.json"
 
 
 class CheckpointKeeper:
-    """Keeps the checkpoints of one run.
+    """The retention of one run's checkpoints.
 
     Args:
         run_dir: the run's folder, for `best.json`.
-        keep: newest checkpoints that stay.
-        metric: by which the best one stays, too; None for none.
+        keep: number of newest checkpoints that stay.
+        metric: metric by which the best one stays, too; None for none.
         mode: `max` or `min`.
         root: folder or URL of the checkpoints.
     """
@@ -37,16 +37,16 @@ class CheckpointKeeper:
         self._run_dir, self._keep, self._metric, self._root = run_dir, keep, metric, root
         self._sign = 1 if mode == "max" else -1
         self._parts: dict[int, set[int]] = defaultdict(set)
-        # Only the thread uses these from here on.
+        # From here on only the thread uses these.
         self._values: dict[int, float] = {}
         self._last_validated, self._warned = -1, False
-        # Those that are not whole are forgotten as the run begins after them.
+        # Incomplete ones are forgotten as the run begins after them.
         self._whole = set(checkpoints.iterations(root))
         self._queue = RetryQueue("the deletion of old checkpoints")
         self._queue.start()
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of an iteration, also of those before a resume."""
+        """Note the metrics of an iteration, also of an iteration before a resume."""
         if self._metric is not None and any(name.startswith("val-") for name in metrics):
             self._queue.put("a metric", self._validated, iteration, metrics.get(self._metric), sorted(metrics))
 
@@ -58,7 +58,7 @@ class CheckpointKeeper:
             self._queue.put("a checkpoint", self._saved, version)
 
     def forget_after(self, version: int) -> None:
-        """Forget checkpoints after `version`, with which the workers have begun: they are incomplete or damaged."""
+        """Forget checkpoints after `version`, from which the workers have begun: they are incomplete or damaged."""
         self._parts.clear()
         self._queue.put("a start", self._forget_after, version)
 
@@ -91,7 +91,7 @@ class CheckpointKeeper:
     def _tidy(self) -> None:
         spare: set[int] = set()
         if self._metric is not None:
-            # Those that are not validated yet may turn out to be the best.
+            # Checkpoints that are not validated yet may turn out to be the best.
             spare = {iteration for iteration in self._whole if iteration > self._last_validated}
         try:
             if known := sorted(self._values.keys() & self._whole):
@@ -102,5 +102,5 @@ class CheckpointKeeper:
             if self._whole:
                 self._whole.difference_update(checkpoints.retain(self._root, max(self._whole), self._keep, spare))
         except (OSError, ValueError) as error:
-            # What could not be deleted now is deleted with the next one.
+            # A checkpoint that could not be deleted now is deleted with the next one.
             log.warning("an old checkpoint could not be deleted: %s", error)

@@ -29,21 +29,22 @@ LOCAL_RAY = {
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
     # Without a dashboard, the metrics that every process reports have no reader.
     "RAY_enable_metrics_collection": "0",
-    # What Ray remembers of finished tasks for `ray list tasks`, about 12 KiB each; its default is 100,000 of them.
+    # Number of finished tasks that Ray keeps for `ray list tasks`, about 12 KiB each; its default is 100,000.
     "RAY_task_events_max_num_task_in_gcs": "2000",
-    # Ray would start a worker for each CPU before it knows what for; a run's actors have environments of their own.
+    # Ray would start a worker for each CPU without knowing its environment; a run's actors have environments of their
+    # own.
     "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of a Ray that is started on this machine."""
 
 
 def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
-    """Join or start Ray; False where this process was using Ray already.
+    """Join or start Ray; returns False if this process was using Ray already.
 
     Args:
         num_cpus: CPUs of a Ray on this machine; None takes the machine's.
         object_store_gb: GiB of its object store; None leaves it to Ray.
-        env_vars: environment of all workers, beside `ENV`.
+        env_vars: environment of all workers, in addition to `ENV`.
 
     Raises:
         ValueError: the cluster cannot be joined, or Ray cannot start with this environment.
@@ -66,7 +67,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         return True
     for name, value in LOCAL_RAY.items():
         os.environ.setdefault(name, value)
-    # Ray counts the machine's cores and warns when more processes than that start together.
+    # Ray counts the machine's cores and warns if more processes than that start together.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
     # Without an address Ray would first look for another cluster on this machine.
     options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
@@ -77,9 +78,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
 
 
 def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` whose folders are named from the root."""
+    """Return the variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` of absolute folders."""
     env = ENV | {name: str(value) for name, value in env_vars.items()}
-    # The source tree that runs here runs in the workers too, installed or not.
+    # The workers run this source tree too, installed or not.
     root = str(Path(__file__).resolve().parents[2])
     folders = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
     paths = [root, *(os.path.abspath(os.path.expanduser(folder)) for folder in folders if folder)]
@@ -89,11 +90,11 @@ def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
 def release_placement_groups() -> None:
     """Remove this job's placement groups.
 
-    Those of a Ray Train controller that was killed would hold their CPUs and GPUs to the end of the job: Ray Train's
-    own cleaner asks the dashboard, which not every Ray has.
+    The groups of a killed Ray Train controller would hold their CPUs and GPUs to the end of the job: Ray Train's own
+    cleaner needs the dashboard, which not every Ray has.
     """
     job = ray.get_runtime_context().get_job_id()
     for number, group in placement_group_table().items():
-        # The id ends with that of the job that created the group.
+        # The id ends with the id of the job that created the group.
         if number.endswith(job) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

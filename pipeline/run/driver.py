@@ -44,27 +44,28 @@ from pipeline.track.history import read_history
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train import ranks
-from pipeline.train.entry import LoopSettings, train_loop
+from pipeline.train.entry import train_loop
+from pipeline.train.loop_settings import LoopSettings
 
 
 @dataclass
 class Outcome:
-    """How a run ended: `finished`, `interrupted` or `failed`, and why it failed."""
+    """The end of a run: `finished`, `interrupted` or `failed`, and the reason for a failure."""
 
     status: str
     error: str | None = None
     ray_gone: bool = False
-    """Whether Ray has ended before the run."""
+    """True if Ray has ended before the run."""
 
 
 def start_ray(config: Config) -> bool:
-    """Join or start Ray; False where this process was using Ray already."""
+    """Join or start Ray; returns False if this process was using Ray already."""
     trainer = config.trainer
     return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
 
 
 def what_remains(place: str) -> str:
-    """What a run that broke off can go on with; its checkpoints are in the folder or URL `place`."""
+    """Describe how to continue a run that broke off; its checkpoints are in the folder or URL `place`."""
     try:
         saved = checkpoints.newest(place)
     except (OSError, ValueError) as error:
@@ -83,7 +84,7 @@ def run(
     policy: str | None = None,
     lost: Callable[[], str | None] = lambda: None,
 ) -> Outcome:
-    """Train as `config` says; Ray is running and everything has been checked.
+    """Train as `config` defines; Ray is running and everything has been checked.
 
     Args:
         config: the resolved configuration; also written to the run's folder.
@@ -91,9 +92,8 @@ def run(
         tracker: takes the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
         kept: fingerprints of the files that it reads, for the run's folder.
-        policy: folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with the
-            model.
-        lost: says why this process may not write into the run's folder any more, if so.
+        policy: folder or URL of another run's checkpoint, whose weights a new run takes; None begins with the model.
+        lost: returns the reason if this process may not write into the run's folder any more.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines
@@ -111,7 +111,7 @@ def run(
     store: Any = (
         ray.remote(PolicyStore)
         # Many chunks wait inside the store at the same time, each in its own call. It is on the driver's node, which
-        # the run cannot lose anyway. Calls are not repeated: a new store knows nothing of the old one's.
+        # the run needs anyway. Calls are not repeated: a new store lacks the state of the old one.
         .options(num_cpus=0, max_concurrency=10_000, max_restarts=-1, max_task_retries=0, scheduling_strategy=here)
         .remote(admission, milliseconds)
     )
@@ -133,8 +133,8 @@ def run(
     filesystem, root = filesystem_of(place)
 
     def prepare() -> TorchTrainer:
-        # Ray Train's own list of checkpoints is for restarts by one controller. For another the files themselves say
-        # what is whole; the list may be incomplete, or name checkpoints that were deleted.
+        # Ray Train's own list of checkpoints is for restarts by one controller. For another controller the files
+        # themselves show which checkpoints are whole; the list may be incomplete, or name deleted checkpoints.
         checkpoints.forget_list(place)
         return TorchTrainer(
             train_loop,  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def run(
                 name=checkpoints.FOLDER,
                 storage_path=root,
                 storage_filesystem=filesystem,
-                # `Restarts` counts, and ends what would only fail again.
+                # `Restarts` counts failures, and ends a run that would only fail again.
                 failure_config=FailureConfig(max_failures=-1),
                 callbacks=[Restarts(StoreClient(store), trainer.max_failures)],  # type: ignore[list-item]
             ),
@@ -211,7 +211,7 @@ def run(
         keeper.close()
         return Outcome("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
     if problem:
-        # What is left of the run ends when it calls the store.
+        # The rest of the run ends at its next call of the store.
         ray.kill(store)
         keeper.close()
         return Outcome("failed", problem)

@@ -1,4 +1,4 @@
-"""Whether train workers that failed are restarted from the newest checkpoint, or the run ends with a sentence.
+"""The decision after a failure of train workers: a restart from the newest checkpoint, or the end of the run.
 
 an error that a restart would repeat (`FinalError`, too many non-finite steps)               the run ends
 any error but a death, before the first iteration is trained: settings, model, start         the run ends
@@ -21,7 +21,7 @@ ENDINGS = ("Error", "Exception", "Timeout", "Dead", "Died", "StaleAttempt", "Int
 RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
 """A traceback's last line: the exception's class and message."""
 GLOO = re.compile(r"\bgloo/transport/\w+/\w+\.\w+:\d+\]")
-"""Where gloo says that it failed; torch raises that as a plain `RuntimeError`."""
+"""The place of a failure in gloo's message; torch raises it as a plain `RuntimeError`."""
 FINAL = {"FinalError", "FloatingPointError"}
 """Classes of errors that a restart would repeat."""
 SECONDARY = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
@@ -39,7 +39,7 @@ class RunEnded(RuntimeError):
 
 
 class Restarts(UserCallback):
-    """Decides about failures of the train workers; lives in Ray Train's controller.
+    """The decisions about failures of the train workers, in Ray Train's controller.
 
     Ray Train restarts the workers unless `after_exception` raises.
 
@@ -54,15 +54,15 @@ class Restarts(UserCallback):
         self._trained = False
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """Called when a report is complete; with a checkpoint it clears the count of restarts."""
+        """Take a complete report; one with a checkpoint clears the count of restarts."""
         if checkpoint is not None:
             self._in_a_row, self._trained = 0, True
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Called with the errors of the failed train workers, by rank.
+        """Decide on a restart, by the errors of the failed train workers by rank.
 
         Raises:
-            RunEnded: the workers shall not be restarted.
+            RunEnded: the workers must not be restarted.
         """
         found = {rank: kinds(error) for rank, error in worker_exceptions.items()}
         # The most informative rank: one with a final error, else one whose error does not follow from another's death.
@@ -79,12 +79,12 @@ class Restarts(UserCallback):
                     f" (after {self._max_failures} restarts without a checkpoint between them, trainer.max_failures)"
                 )
             raise RunEnded(reason)
-        # The store's own death is the reason otherwise; the driver sees that itself.
+        # If this fails, the store's own death is the reason, which the driver sees itself.
         with suppress(ray.exceptions.RayActorError, TimeoutError):
             self._store.ask(PolicyStore.report_failure, reason)
 
     def _has_trained(self) -> bool:
-        """Whether an iteration has been trained since the workers began."""
+        """Return whether an iteration has been trained since the workers began."""
         try:
             status = self._store.ask(PolicyStore.status)
         except (ray.exceptions.RayActorError, TimeoutError):
@@ -93,7 +93,7 @@ class Restarts(UserCallback):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and the errors that caused it."""
+    """Yield an error and the errors that caused it."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -103,10 +103,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def kinds(error: BaseException) -> set[str]:
-    """Names of the classes of an error and of the errors that caused it, base classes included.
+    """Return the class names of an error and of the errors that caused it, base classes included.
 
-    Ray passes errors of other processes on as text: what stands in front of the message in a traceback's last line
-    counts as a class, and nothing else in a message does.
+    Ray passes errors of other processes on as text. There the text before the message in a traceback's last line counts
+    as a class, and nothing else in a message does.
     """
     names: set[str] = set()
     for cause in causes(error):
@@ -122,9 +122,9 @@ def kinds(error: BaseException) -> set[str]:
 
 
 def describe_failure(rank: int, error: BaseException) -> str:
-    """What went wrong on a rank."""
+    """Describe the failure of a rank."""
     if (death := getattr(error, "health_check_failure", None)) is not None:
-        # Ray lists names and numbers of the actor, a line each; the address is what helps.
+        # Ray lists names and numbers of the actor, a line each; the address is the useful one.
         lines = str(death).splitlines()
         why = " ".join(" ".join(line for line in lines if not line.startswith("\t")).split())[:300]
         node = next((line.strip() for line in lines if line.startswith("\tip:")), None)
@@ -133,7 +133,7 @@ def describe_failure(rank: int, error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, without stacks: of the exceptions that Ray nests as text, the last that is not Ray's own."""
+    """Describe an error without stacks: of the exceptions that Ray nests as text, the last that is not Ray's own."""
     if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
         return str(ended)
     failures = getattr(error, "worker_failures", None)

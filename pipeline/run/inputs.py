@@ -20,6 +20,7 @@ from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, to_flat
 from pipeline.config.agent import AgentConfig
 from pipeline.config.schema import value_of
+from pipeline.imports import split
 from pipeline.prompts.files import find
 from pipeline.replay.recording import iteration_range
 from pipeline.run import modules
@@ -32,19 +33,19 @@ MODELS = (
     *("scoring.reference.path", "reward.model.path"),
 )
 UNREAD = (".md", ".png", ".jpg", ".pdf", ".log")
-"""Endings of files in a model's folder that nothing reads."""
+"""Endings of files in a model's folder that no code reads."""
 TEMPLATES = "additional_chat_templates"
-"""Folder of a tokenizer's further templates."""
+"""Folder with a tokenizer's further templates."""
 CACHED = ("config.json", "tokenizer_config.json", "adapter_config.json")
-"""Files of which a model on the Hub has one at least."""
+"""Files of a model on the Hub; at least one of them exists."""
 PLUGINS = ("data.sampler", "data.generator", "algorithm.adv_estimator", "actor.policy_loss.loss_mode")
 
 
 def fingerprints(config: Config) -> Fingerprints:
-    """The fingerprints of all files that a run with these settings reads; none of the user's code runs.
+    """Compute the fingerprints of all files that a run with these settings reads, without running the user's code.
 
     Args:
-        config: local paths are absolute.
+        config: the settings; local paths are absolute.
 
     Raises:
         ValueError, OSError: prompt files are missing, or a file cannot be read.
@@ -55,7 +56,7 @@ def fingerprints(config: Config) -> Fingerprints:
 
 
 def model_marks(path: str) -> Marks:
-    """The marks of a model's folder, or the commit of a model on the Hub; empty if that is in no cache."""
+    """Compute the marks of a model's folder, or the commit of a model on the Hub; empty if it is in no cache."""
     folder = Path(path)
     if not folder.is_dir():
         commit = _commit(path)
@@ -66,7 +67,7 @@ def model_marks(path: str) -> Marks:
 
 
 def prompt_marks(config: Config) -> dict[str, Marks]:
-    """The marks of prompt files, or of the recorded rows of a replay, by setting."""
+    """Compute the marks of prompt files, or of the recorded rows of a replay, by setting."""
     data, found = config.data, {}
     for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if paths:
@@ -85,7 +86,7 @@ def prompt_marks(config: Config) -> dict[str, Marks]:
 
 
 def code_files(config: Config) -> Iterator[tuple[str, list[tuple[str, pafs.FileSystem, str]]]]:
-    """The files of the user's code and those that options name, by setting."""
+    """Yield the files of the user's code and the files that options name, by setting."""
     path = modules.user_path(str(config.trainer.env_vars.get("PYTHONPATH", "")))
     for key, named in _named(config):
         found: list[tuple[str, Path]] = []
@@ -98,7 +99,7 @@ def code_files(config: Config) -> Iterator[tuple[str, list[tuple[str, pafs.FileS
 
 
 def _named(config: Config) -> Iterator[tuple[str, list[str]]]:
-    """Python files, modules and other files that settings of code name."""
+    """Yield the Python files, modules and other files that settings of code name."""
     custom = config.reward.custom_reward_function.path
     rewards = {"reward.custom_reward_function.path": custom}
     rewards |= {f"reward.functions.{name}.path": one.get("path") for name, one in config.reward.functions.items()}
@@ -106,9 +107,9 @@ def _named(config: Config) -> Iterator[tuple[str, list[str]]]:
         if name:
             yield key, [name]
     for key in PLUGINS:
-        module, colon, _ = value_of(config, key).partition(":") if value_of(config, key) else ("", "", "")
-        if colon:
-            yield key, [module]
+        code, name = split(value_of(config, key) or "")
+        if name:
+            yield key, [code]
     declared = config.agent.declared()
     for name, agent in declared.items():
         section = "agent" if name is None else f"agent.named.{name}"
@@ -119,19 +120,18 @@ def _named(config: Config) -> Iterator[tuple[str, list[str]]]:
 
 def _of_agent(agent: AgentConfig) -> dict[str, list[str]]:
     tools = [name for tool in agent.tools for name in _of_spec(tool)]
-    # The interpreter is no code of the user's.
+    # The interpreter is not the user's code.
     words = [word for word in agent.command if not os.path.basename(word).startswith("python")]
     return {
         "environment": _of_spec(agent.environment),
         "program": _of_spec(agent.program),
         "tools": tools,
         "command": [word for word in words if os.path.isfile(word)],
-        "preload": list(agent.preload),
     }
 
 
 def _of_spec(spec: str | None) -> list[str]:
-    """The files and modules that `file.py:Name`, `package.module:Name`, a YAML file or a server's command names."""
+    """List the files and modules in `file.py:Name`, `package.module:Name`, a YAML file or a server's command."""
     if spec is None or spec.startswith(OPENENV):
         return []
     if spec.startswith(MCP):
@@ -143,15 +143,14 @@ def _of_spec(spec: str | None) -> list[str]:
         try:
             classes = [entry["class_name"].rpartition(".")[0] for entry in verl.entries(spec)]
         except ValueError:
-            # The agent says so when it is loaded.
+            # The agent reports the error as it is loaded.
             classes = []
         return [spec, *classes]
-    file, colon, _ = spec.rpartition(":")
-    return [file if colon else spec]
+    return [split(spec)[0]]
 
 
 def _options(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Files that options of functions name, by setting."""
+    """Yield the files that options of functions name, by setting."""
     for key, value in settings.items():
         if key.endswith("kwargs"):
             yield from ((name, text) for name, text in _texts(key, value) if os.path.isfile(text))
@@ -171,13 +170,13 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _relative(paths: list[str]) -> list[str]:
-    """The paths without the folder that all have in common."""
+    """Return the paths relative to their common folder."""
     shared = os.path.commonprefix([path.rpartition("/")[0] + "/" for path in paths]).rpartition("/")[0]
     return [path[len(shared) :].lstrip("/") for path in paths]
 
 
 def _commit(name: str) -> str | None:
-    """The commit of a model on the Hub that is in the cache."""
+    """Return the cached commit of a model on the Hub, if any."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 

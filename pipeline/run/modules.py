@@ -1,8 +1,8 @@
-"""The files of the user's code: what a setting names, and the modules that it imports, found without running any of it.
+"""The files of the user's code: the file or module in a setting, and its imports, found without running any of it.
 
 Imports are followed from file to file, in the folder of the named file and in the folders of the user's Python path.
-Installed packages and Slipstream itself are not followed; an installed module that a setting names is, within its own
-package.
+Installed packages and Slipstream itself are not followed. An installed module that a setting names is followed within
+its own package.
 """
 
 import ast
@@ -20,7 +20,7 @@ EXTENSIONS = (".so", ".pyd")
 
 
 def user_path(*values: str) -> list[Path]:
-    """Folders from which the run imports the user's modules: the current one, and those of `PYTHONPATH`.
+    """Return the folders from which the run imports the user's modules: the current one, and those in `PYTHONPATH`.
 
     Args:
         values: further values of `PYTHONPATH`.
@@ -31,7 +31,7 @@ def user_path(*values: str) -> list[Path]:
 
 
 def files_of(named: str, path: Sequence[Path]) -> list[tuple[str, Path]]:
-    """The files of a Python file, or of a dotted module, and of all that it imports, each with its name in its folder.
+    """List the files of a Python file or a dotted module and of all its imports, each with its name in its folder.
 
     Args:
         named: `/code/my_reward.py` or `package.module`.
@@ -52,7 +52,7 @@ def files_of(named: str, path: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def _closure(begin: list[tuple[Path, Path]], roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Files and their roots, from `begin` on."""
+    """Yield files and their roots, starting with `begin`."""
     waiting, seen = list(begin), set[Path]()
     while waiting:
         file, root = waiting.pop(0)
@@ -67,11 +67,11 @@ def _closure(begin: list[tuple[Path, Path]], roots: Sequence[Path]) -> Iterator[
 
 
 def _imports(file: Path, package: list[str]) -> Iterator[list[str]]:
-    """Dotted names that a file imports, also those that turn out to be names within a module."""
+    """Yield the dotted names that a file imports; they may turn out to be names within a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
-        # Python will say so when it imports the file.
+        # Python will report it when it imports the file.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -87,8 +87,8 @@ def _imports(file: Path, package: list[str]) -> Iterator[list[str]]:
 
 
 def _resolved(parts: list[str], roots: Sequence[Path], within: str | None = None) -> list[tuple[Path, Path]]:
-    """The files that importing a dotted name runs, with the first root that has one: packages on the way, and the
-    module."""
+    """List the files that importing a dotted name runs (parent packages and the module), with the first root that has
+    one."""
     if not parts or (within is not None and parts[0] != within):
         return []
     for root in roots:
@@ -109,7 +109,7 @@ def _resolved(parts: list[str], roots: Sequence[Path], within: str | None = None
 
 
 def _modules(folder: Path, name: str) -> list[Path]:
-    """The module `name` in `folder`, Python or compiled."""
+    """Find the module `name` in `folder`, Python or compiled."""
     if not name.isidentifier():
         return []
     if (module := folder / f"{name}.py").is_file():
@@ -118,7 +118,7 @@ def _modules(folder: Path, name: str) -> list[Path]:
 
 
 def _installation(top: str) -> Path | None:
-    """The folder in which an installed package or module lies; None without one, or if it has no file."""
+    """Return the folder of an installed package or module; None if it is not installed, or has no file."""
     try:
         # The spec of a name without a dot is found without importing anything.
         spec = importlib.util.find_spec(top)
@@ -133,7 +133,7 @@ def _installation(top: str) -> Path | None:
 
 
 def _installed(folder: Path) -> bool:
-    """Whether a folder is one of installed packages or of the standard library."""
+    """Return whether a folder holds installed packages or the standard library."""
     paths = sysconfig.get_paths()
     places = [*(paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")), *site.getsitepackages()]
     resolved = {Path(place).resolve() for place in [*places, site.getusersitepackages()]}

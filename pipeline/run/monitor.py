@@ -1,8 +1,8 @@
 """The driver's watch over a run: it reads the policy store's events and makes one record per iteration of them.
 
 The metrics of an iteration come from several processes: the train workers, the engines (when they loaded a version),
-the prompt stage, the validation stage. The store may die and come back empty: the driver then repeats its request to
-stop, and waits for the train workers, which restart from their newest checkpoint.
+the prompt stage, the validation stage. If the store dies and comes back empty, the driver repeats its request to stop,
+and waits for the train workers, which restart from their newest checkpoint.
 """
 
 import threading
@@ -50,9 +50,9 @@ SAMPLES_EVERY = 10
 LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
 """Metrics that count names without a metric of their own."""
 MISSING = "/missing_rate"
-"""End of the names of metrics that say how many rows lack a number of the reward."""
+"""Ending of the names of metrics that give the share of rows without a number of the reward."""
 ROWS_FOR_NAMES = 64
-"""Rows that such names are looked up in."""
+"""Number of rows in which such names are looked up."""
 
 
 @dataclass
@@ -61,14 +61,14 @@ class _Validation:
 
     responses: int
     parts: dict[str, ValidationScored] = field(default_factory=dict)
-    """By the first prompt of each: a task that Ray repeats reports its prompts again."""
+    """Results by the first prompt of each: a task that Ray repeats reports its prompts again."""
     metrics: dict[str, float] | None = None
     """None until all responses are scored."""
 
 
 @dataclass
 class _Loads:
-    """What engines reported that loaded weights for one iteration."""
+    """Sums over the engines that loaded weights for one iteration."""
 
     metrics: dict[str, float] = field(default_factory=lambda: {"rollout/engines_loaded": 0})
     idle_s: float = 0.0
@@ -87,16 +87,16 @@ class _Loads:
 
 
 class RunMonitor:
-    """Follows one run.
+    """The watch over one run.
 
     Args:
         tracker: takes the records.
-        keeper: takes checkpoints, and the records that say how good they are.
-        schedule: which versions are validated.
+        keeper: takes checkpoints, and the records by which it ranks them.
+        schedule: the versions to validate.
         val_n: responses per validation prompt.
         log_samples: rows of a table of samples.
         log_traces: rows of an iteration, and of a validation, that MLflow gets as traces.
-        samples: `(split, iteration, count)` to that many recorded rows.
+        samples: function of `(split, iteration, count)` that returns so many recorded rows.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RunMonitor:
         self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
         self._val_n, self._log_samples, self._log_traces, self._samples = val_n, log_samples, log_traces, samples
         self._records: dict[int, dict[str, float]] = {}
-        """Of iterations that were trained: not logged yet, or the last one logged."""
+        """Records of trained iterations: not logged yet, or the last one logged."""
         self._prompts: dict[int, dict[str, float]] = {}
         self._loads: dict[int, _Loads] = defaultdict(_Loads)
         self._validations: dict[int, _Validation] = {}
@@ -123,9 +123,9 @@ class RunMonitor:
         self._noted: set[str] = set()
         self._missing_told: set[str] = set()
         self.training = False
-        """Whether the train workers have begun, and have not failed since."""
+        """True if the train workers have begun, and have not failed since."""
         self.begun = False
-        """Whether rows have been generated or trained, which a stop waits for."""
+        """True if rows have been generated or trained; a stop then waits for the iteration."""
         self.ended: TrainingEnded | None = None
 
     def watch(
@@ -141,12 +141,12 @@ class RunMonitor:
         Args:
             store: handle of the policy store.
             training: the thread in which Ray Train runs.
-            deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
-            clock: seconds that pass.
-            lost: says why the run must end here, if so.
+            deadlines: longest absence of the store (`store`) and of the train workers (`train_start`).
+            clock: returns the time in seconds.
+            lost: returns the reason if the run must end here.
 
         Returns:
-            whether a signal asked to stop, and why training cannot go on, if it has not ended.
+            whether a signal requested a stop, and the reason why training cannot go on, if it has not ended.
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
@@ -207,7 +207,7 @@ class RunMonitor:
                 self._tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
 
     def handle(self, event: Event) -> None:
-        """Take one event of the policy store."""
+        """Handle one event of the policy store."""
         match event:
             case AttemptFailed(reason):
                 # The first failure reported is the cause; later ones are usually consequences.
@@ -219,9 +219,9 @@ class RunMonitor:
                 self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
             case VersionLoaded(version):
                 self.begun = True
-                # It generates the next iteration, or a later one where the trainer has the rows of that already.
+                # It generates the next iteration, or a later one if the trainer already has the rows of the next.
                 self._loads[max(version, self._trained) + 1].add(event)
-                # What the last version generates is its validation.
+                # The last version generates only its validation.
                 if version < self._schedule.iterations:
                     self._tracker.status(f"iteration {version + 1}: generating")
             case IterationTrained():
@@ -250,7 +250,7 @@ class RunMonitor:
                     self._log(number)
 
     def _begin(self, version: int) -> None:
-        """The train workers begin with `version`: later iterations are trained again."""
+        """Begin with `version`; later iterations are trained again."""
         if self._attempts:
             self._tracker.notice(
                 f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
@@ -258,7 +258,7 @@ class RunMonitor:
             self._prompts.clear()
             self._loads.clear()
         self._keeper.forget_after(version)
-        # A validation that was cut off is made again.
+        # A validation that was cut off is repeated.
         self._validations = {
             i: validation for i, validation in self._validations.items() if i <= version and validation.metrics
         }
@@ -292,7 +292,7 @@ class RunMonitor:
             self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
 
     def _tell_missing(self, metrics: dict[str, float]) -> None:
-        """Say once for each number of the reward that some rows lack it."""
+        """Report each number of the reward that some rows lack, once."""
         for name, share in metrics.items():
             if share and name.endswith(MISSING) and name not in self._missing_told:
                 self._missing_told.add(name)
@@ -311,7 +311,7 @@ class RunMonitor:
             return
         episodes = [part.episodes for part in validation.parts.values()]
         validation.metrics = reduce([validation_metrics(prompts), *episodes])
-        # All chunks of a validation start together, so the slowest one's time is that of the validation.
+        # All chunks of a validation start together, so the slowest one's time is the time of the validation.
         validation.metrics["timing_s/testing"] = max(part.generate_s for part in validation.parts.values())
         validation.parts.clear()
         self._tell_missing(validation.metrics)
@@ -334,7 +334,7 @@ class RunMonitor:
         return validation is not None or self._schedule.validates(version, version == self._schedule.iterations)
 
     def _log_complete(self) -> None:
-        """Log, in their order, the records that nothing is missing from."""
+        """Log, in order, the complete records."""
         for number in sorted(i for i in self._records if i > self._logged):
             if self._awaits_validation(number):
                 break

@@ -1,4 +1,4 @@
-"""Where a run begins: with its model, behind its own newest checkpoint, or with the policy of another run.
+"""The origin of a run: its model, its own newest checkpoint, or the policy of another run.
 
 It goes on only with the files that it began with (`fingerprints.json`), unless `trainer.accept_changed` names their
 kind.
@@ -25,26 +25,26 @@ UNKNOWN = (
 
 @dataclass
 class Origin:
-    """Where a run begins."""
+    """The checkpoint, policy and files with which a run begins."""
 
     exists: bool
-    """Whether the folder holds this run."""
+    """True if the folder holds this run."""
     own: Saved | None = None
-    """Its newest checkpoint, from which it goes on."""
+    """The run's newest checkpoint, from which it goes on."""
     policy: Saved | None = None
-    """The checkpoint of another run, with whose weights it begins."""
+    """The checkpoint of another run, whose weights it takes."""
     notes: list[str] = field(default_factory=list)
-    """Sentences on what it goes on with."""
+    """Sentences for the user on checkpoints and files."""
     kept: Fingerprints | None = None
     """Fingerprints of a run that goes on."""
 
     def fingerprints(self, config: Config) -> Fingerprints:
-        """What the run's folder keeps from now on."""
+        """Return the fingerprints that the run's folder keeps from now on."""
         return self.kept or fingerprints(config)
 
 
 def origin(run_dir: Path, config: Config) -> Origin:
-    """Where the run in `run_dir` begins; nothing is written.
+    """Determine the origin of the run in `run_dir`; nothing is written.
 
     Args:
         run_dir: the run's folder, which need not exist.
@@ -73,7 +73,7 @@ def origin(run_dir: Path, config: Config) -> Origin:
 
 
 def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
-    """Say in what a run without a checkpoint begins otherwise than before."""
+    """Note the differences of a run without a checkpoint that begins again."""
     known, resumed = load(str(run_dir)), load_yaml(run_dir / resume.CONFIG_FILE, Config).trainer.resume
     if changes := _listed(_changes(known, fingerprints(config))) if known else []:
         made.notes.append(f"the run has no checkpoint and begins again, with other files: {'; '.join(changes)}")
@@ -85,7 +85,7 @@ def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
 
 
 def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
-    """Compare the files of a run that goes on with those that it began with."""
+    """Compare the files of a run that goes on with the files at its beginning."""
     known = load(str(run_dir)) or load(own.place)
     if known is None:
         made.notes.append(UNKNOWN.format(place=run_dir))
@@ -94,7 +94,7 @@ def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
     changes = _changes(known, now)
     stored = resume.stored_config(own) if not made.exists else load_yaml(run_dir / resume.CONFIG_FILE, Config)
     if stored.data.val_files != config.data.val_files and (other := changes["prompts"].pop("data.val_files", None)):
-        # Other files for validation are allowed by name.
+        # The setting `data.val_files` may name other files.
         made.notes.append(f"data.val_files names other files ({other}): validations before and after do not compare")
     accepted = set(config.trainer.accept_changed)
     refused = {kind: found for kind, found in changes.items() if found and kind not in accepted}
@@ -122,7 +122,7 @@ def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
 
 
 def _begin_with(made: Origin, policy: Saved, config: Config) -> None:
-    """Say what a new run takes from the checkpoint of another one, and refuse weights that belong to another base."""
+    """Note the parts that a new run takes from another run's checkpoint, and refuse weights of another base."""
     known = load(policy.place)
     if known is not None and "model" not in config.trainer.accept_changed:
         bases = {key: known.model[key] for key in resume.BASES if key in known.model and value_of(config, key)}

@@ -1,8 +1,8 @@
-"""Standard output and standard error that may go away while a command runs.
+"""Standard output and standard error that survive the end of their reader while a command runs.
 
-The reader of a pipe ends (`| tee` at Ctrl-C, `| head`), a terminal closes, the disk under a redirected log fills up: an
-error of such a write would end a run of days. What cannot be written is dropped. `console.log` in a run's folder has
-all lines.
+The reader of a pipe ends (`| tee` at Ctrl-C, `| head`), a terminal closes, the disk of a redirected log fills up: an
+error of such a write would end a run of days. Text that cannot be written is dropped. `console.log` in a run's folder
+has all lines.
 """
 
 import errno
@@ -17,12 +17,12 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET, errno.ENOTCONN, e
 
 
 class Lasting:
-    """A text stream that drops what its file does not take; all else is the stream's own."""
+    """A text stream that drops the text that its file does not take; all else is the stream's own."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self.problem: str | None = None
-        """Why lines are missing in a file that still exists."""
+        """Reason for missing lines in a file that still exists."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -38,7 +38,8 @@ class Lasting:
         self._try(self._stream.flush)
 
     def close_quietly(self) -> None:
-        """Write what is left; what cannot be written would change the interpreter's exit code."""
+        """Write the remaining text; drop text that cannot be written, which would change the interpreter's exit
+        code."""
         self.flush()
         if self.problem is not None:
             self._let_go()
@@ -53,14 +54,14 @@ class Lasting:
                 self.problem = error.strerror or str(error)
 
     def _let_go(self) -> None:
-        """Send all later output to nowhere: what the stream's buffer still holds, and what other code writes."""
+        """Send all later output to the null device: the rest of the stream's buffer, and the output of other code."""
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
             self._stream.flush()
         except (OSError, ValueError):
-            # A stream without a file of its own, or no free descriptor: its writes go on being dropped.
+            # A stream without a file of its own, or no free descriptor: its writes are still dropped.
             return
 
 
@@ -70,7 +71,7 @@ def lasting() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # It was closed at the start. Without a file here, the next one that is opened would take its number.
+            # It was closed at the start. Without a file here, the next opened file would take its number.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
     streams = Lasting(sys.stdout), Lasting(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, streams[0]), cast(TextIO, streams[1])

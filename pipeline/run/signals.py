@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: Ctrl-C, and those by which batch systems, services and terminals end a job."""
+"""Signals that stop a command: Ctrl-C, and those by which batch systems, services and terminals end a job."""
 
 import signal
 import threading
@@ -18,10 +18,10 @@ INTERRUPTED = 130
 
 @contextmanager
 def stops() -> Iterator[list[int]]:
-    """While the block runs, each signal of `STOPS` raises `KeyboardInterrupt` in the main thread, as Ctrl-C does.
+    """Raise `KeyboardInterrupt` in the main thread at each signal of `STOPS` while the block runs, as Ctrl-C does.
 
-    A run ends its iteration at the first one and saves; a second one ends it at once. A signal that is ignored when
-    the block is entered stays ignored (`nohup`, a script's `&`), and so does a handler of other code.
+    A run ends its iteration at the first one and saves; a second one ends it at once. A signal that is ignored when the
+    block is entered stays ignored (`nohup`, a script's `&`), and so does a handler of other code.
 
     Yields:
         the signals that came, in order.
@@ -50,5 +50,6 @@ def stops() -> Iterator[list[int]]:
 
 
 def exit_code(code: int, received: list[int]) -> int:
-    """The exit code of a command that would end with `code`: a signal that interrupted it is 128 and its number."""
+    """Return the exit code of a command that would end with `code`: 128 plus the signal's number if one
+    interrupted it."""
     return 128 + received[0] if code == INTERRUPTED and received else code

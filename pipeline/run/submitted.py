@@ -1,4 +1,4 @@
-"""What a run on a cluster of others must not rely on, checked before anything starts."""
+"""Checks of a run on a shared cluster, before anything starts."""
 
 import os
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from pipeline.config import ConfigError
 
 PACKAGES = ("runtime_resources", "working_dir_files")
-"""Folders, one in the other, in which each node of a cluster keeps its copies of what `--working-dir` uploaded."""
+"""Nested folders in which each node of a cluster keeps its copies of the upload of `--working-dir`."""
 
 
 def joined() -> str | None:
-    """The cluster that `RAY_ADDRESS` names; None for a Ray on this machine."""
+    """Return the address in `RAY_ADDRESS`; None for a Ray on this machine."""
     address = os.environ.get("RAY_ADDRESS", "").strip()
     return None if address in ("", "local") else address
 
@@ -35,15 +35,15 @@ def check_address() -> None:
 
 
 def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
-    """Refuse what cannot work on a cluster.
+    """Refuse an address or a folder that cannot work on a cluster.
 
     Args:
         folder: absolute folder that the run writes.
-        key: the setting that says where it is.
+        key: the setting of that folder.
 
     Raises:
         ConfigError: `RAY_ADDRESS` is not an address that a driver can join, or the folder lies in a copy of the working
-            directory, where no other node sees it and Ray deletes it.
+            directory, which no other node sees and which Ray deletes.
     """
     check_address()
     if PACKAGES in zip(folder.parts, folder.parts[1:], strict=False):

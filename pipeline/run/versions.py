@@ -29,7 +29,7 @@ class VersionError(RuntimeError):
 
 
 def check_versions() -> dict[str, str]:
-    """Versions of the packages that matter, and of Python, by name; local parts such as `+cpu` do not count.
+    """Return the versions of the tested packages and of Python, by name; local parts such as `+cpu` do not count.
 
     Raises:
         VersionError: the first package that does not fit, with the version found and the one expected.

@@ -1,4 +1,4 @@
-"""Says what a run waits for when nothing has moved for a minute."""
+"""The watchdog reports the current waits of a run if nothing has moved for a minute."""
 
 import time
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from pipeline.store.status import StoreStatus
 
 
 class Watchdog:
-    """Speaks after `quiet_s` seconds without progress, then after twice, four times, ... as long.
+    """Reports after `quiet_s` seconds without progress, then after twice, four times, ... as long.
 
     Args:
-        clock: seconds that pass.
+        clock: returns the time in seconds.
         quiet_s: the first silence that is reported, in seconds.
     """
 
@@ -23,7 +23,7 @@ class Watchdog:
         self._moved_at, self._next_s = self._clock(), self._quiet_s
 
     def look(self, status: StoreStatus) -> str | None:
-        """The sentence to show now, if any; the last heartbeat in `status` counts as progress."""
+        """Return the sentence to show now, if any; the last heartbeat in `status` counts as progress."""
         now = self._clock()
         self._moved_at = max(self._moved_at, now - status.alive_s)
         silent = now - self._moved_at

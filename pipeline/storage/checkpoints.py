@@ -3,9 +3,10 @@
     runs/NAME/checkpoints/iteration_000020/   shards of all ranks, progress.json, complete_0 ... complete_{ranks - 1}
 
 With `trainer.storage_path` they are in `STORAGE_PATH/NAME/checkpoints`. Each rank copies its files and then
-`complete_RANK`, which lists them (`manifest.py`). A checkpoint is whole when all of these are there (`progress.json`
-says how many). One that is not whole is never read, and is deleted when the next one is whole. One whose files have
-changed since is damaged: the one before it is taken, and it is kept as `iteration_NNNNNN.damaged`.
+`complete_RANK`, which lists them (`manifest.py`). A checkpoint is whole if all of these files are there
+(`progress.json` has the number of ranks). An incomplete checkpoint is never read, and is deleted as soon as the next
+one is whole. A checkpoint whose files have changed since is damaged: the one before it is taken, and it is kept as
+`iteration_NNNNNN.damaged`.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 FOLDER = "checkpoints"
 PROGRESS = "progress.json"
 NAME = re.compile(r"iteration_(?a:\d{6}|[1-9]\d{6,})")
-"""Names that `folder_name` makes."""
+"""Pattern of the names that `folder_name` makes."""
 LIST = "checkpoint_manager_snapshot.json"
 """Ray Train's own list of checkpoints."""
 
 
 def root(trainer: "TrainerConfig", run_dir: str | Path) -> str:
-    """Folder or URL in which the run's folder `checkpoints` lies."""
+    """Return the folder or URL that holds the run's folder `checkpoints`."""
     if trainer.storage_path is None:
         return str(run_dir)
     return f"{trainer.storage_path.rstrip('/')}/{trainer.experiment_name}"
@@ -45,16 +46,16 @@ def folder_name(iteration: int) -> str:
 
 
 def complete_name(rank: int) -> str:
-    """Name of the last file that a rank writes."""
+    """Return the name of the last file that a rank writes."""
     return f"complete_{rank}"
 
 
 class Damaged(ValueError):
-    """A checkpoint is not as it was written; the message names it and the file.
+    """A checkpoint is not as it was written. The message names it and the file.
 
     Args:
         place: folder or URL of the checkpoint.
-        problem: what is wrong with it.
+        problem: a clause on the damage.
     """
 
     def __init__(self, place: str, problem: str):
@@ -72,13 +73,13 @@ class Saved:
     iteration: int
     place: str
     progress: dict[str, Any]
-    """As `train/checkpoint.py` writes it: version, cursor, kl_coef, world_size, ..."""
+    """Content of `progress.json`, written by `train/checkpoint.py`: version, cursor, kl_coef, world_size, ..."""
     files: Manifest = field(default_factory=dict, repr=False, compare=False)
-    """Those of all ranks."""
+    """Manifest of the files of all ranks."""
 
 
 def read(place: str) -> Saved | None:
-    """The checkpoint in the folder or URL `place`; None where there is none or not all of it.
+    """Read the checkpoint in the folder or URL `place`; None if there is none, or not all of it.
 
     Raises:
         OSError: the storage does not answer.
@@ -115,29 +116,29 @@ def _content(filesystem: pafs.FileSystem, path: str) -> str:
 
 
 def iterations(run_dir: str) -> list[int]:
-    """Iterations of all checkpoints in `run_dir`, whole or not, in order."""
+    """Return the iterations of all checkpoints in `run_dir`, whole or not, in order."""
     filesystem, root = filesystem_of(run_dir)
     selector = pafs.FileSelector(f"{root}/{FOLDER}", allow_not_found=True)
     names = [info.base_name for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.Directory]
-    # Others may keep folders of similar names here.
+    # Other programs may keep folders of similar names here.
     return sorted(int(name[len("iteration_") :]) for name in names if NAME.fullmatch(name))
 
 
 def places(run_dir: str) -> list[str]:
-    """Folders or URLs of all checkpoints in `run_dir`, whole or not, the newest first."""
+    """Return the folders or URLs of all checkpoints in `run_dir`, whole or not, the newest first."""
     return [f"{run_dir}/{FOLDER}/{folder_name(iteration)}" for iteration in reversed(iterations(run_dir))]
 
 
 def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Saved | None:
-    """The newest whole checkpoint in `run_dir`, a folder or URL; None without one.
+    """Return the newest whole checkpoint in `run_dir`, a folder or URL; None without one.
 
     Args:
         run_dir: the run's folder or URL.
-        say: takes a sentence for each later one that is damaged.
+        say: takes a sentence for each later checkpoint that is damaged.
 
     Raises:
         OSError: the storage does not answer.
-        ValueError: there are only damaged ones.
+        ValueError: all checkpoints are damaged.
     """
     problems: list[Damaged] = []
     for place in places(run_dir):
@@ -156,7 +157,7 @@ def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Save
 
 
 def none_is_whole(problems: list[Damaged]) -> str:
-    """The sentence about a run without a whole checkpoint, whose damaged ones have these `problems`."""
+    """Format the error message for a run whose checkpoints are all damaged, with these `problems`."""
     return (
         f"{'; '.join(map(str, problems))}. There is no whole one before; put back the files, or delete what is damaged "
         "to begin again"
@@ -164,12 +165,13 @@ def none_is_whole(problems: list[Damaged]) -> str:
 
 
 def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
-    """The checkpoint that `trainer.resume=PLACE` names: a checkpoint's folder, or a run's, whose newest one it is.
+    """Return the checkpoint that `trainer.resume=PLACE` names: in a checkpoint's folder, or the newest in a run's
+    folder.
 
     `say` takes a sentence for each checkpoint of a run that is damaged.
 
     Raises:
-        ValueError: there is no whole checkpoint.
+        ValueError: the place has no whole checkpoint.
     """
     place = place.rstrip("/")
     found = read(place) or newest(place, say)
@@ -184,7 +186,7 @@ def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
 def set_aside(place: str) -> str:
     """Rename a damaged checkpoint, so that its place is free and nothing deletes it; returns the new place.
 
-    Raises OSError if the storage does not let it.
+    Raises OSError if the storage cannot rename it.
     """
     filesystem, path = filesystem_of(place)
     for number in itertools.count(1):
@@ -196,13 +198,13 @@ def set_aside(place: str) -> str:
 
 
 def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> list[int]:
-    """Delete old and incomplete checkpoints up to iteration `last`, and no damaged ones; returns their iterations.
+    """Delete old and incomplete checkpoints up to iteration `last`, but no damaged ones; returns their iterations.
 
     Args:
         run_dir: the run's folder or URL.
         last: the newest checkpoint that is known to be whole.
-        keep: newest whole checkpoints that stay.
-        spare: iterations whose checkpoints stay whatever their age.
+        keep: number of newest whole checkpoints that stay.
+        spare: iterations whose checkpoints stay at any age.
     """
     whole, incomplete = list[int](), list[int]()
     for number in iterations(run_dir):
@@ -217,9 +219,9 @@ def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> l
 
 
 def delete(place: str) -> None:
-    """Delete a checkpoint, or what is there of it; one whose deletion is interrupted is not whole.
+    """Delete a checkpoint or its remains. If the deletion is interrupted, the checkpoint is not whole.
 
-    Raises OSError if the storage does not let it.
+    Raises OSError if the storage cannot delete it.
     """
     filesystem, path = filesystem_of(place)
     if filesystem.get_file_info(mark := f"{path}/{complete_name(0)}").type == pafs.FileType.File:

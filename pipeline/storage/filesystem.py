@@ -1,4 +1,5 @@
-"""Where a run's files are: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`, ...)."""
+"""The storage of a run's files: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`,
+...)."""
 
 import errno
 import os
@@ -8,15 +9,16 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
-"""Schemes of URLs that pyarrow knows itself."""
+"""Schemes of URLs that pyarrow itself knows."""
 
 
 STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
-"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden, a file for a folder."""
+"""Errors that seldom pass without help: disk full, over the quota, read-only, forbidden, a file in place of a
+folder."""
 
 
 def check_scheme(place: str) -> None:
-    """Refuse a URL of an unknown file system without asking it anything.
+    """Refuse a URL of an unknown file system, without a connection.
 
     Raises:
         ValueError: neither pyarrow nor fsspec knows it, or fsspec lacks the package for it.
@@ -30,10 +32,10 @@ def check_scheme(place: str) -> None:
 
 
 def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of a folder or URL, and the path in it.
+    """Return the file system of a folder or URL, and the path in it.
 
     Raises:
-        ValueError: a URL of a file system that neither pyarrow nor fsspec knows.
+        ValueError: neither pyarrow nor fsspec knows the file system of the URL.
     """
     if "://" not in place:
         return pafs.LocalFileSystem(), os.path.abspath(place)
@@ -49,7 +51,7 @@ def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
 
 
 def move_folder(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename a folder; on a storage that cannot, copy and delete it. Raises OSError if neither can be done."""
+    """Rename a folder; on a storage that cannot, copy and delete it. Raises OSError if both fail."""
     try:
         filesystem.move(source, target)
     except (OSError, NotImplementedError):

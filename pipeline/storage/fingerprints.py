@@ -1,9 +1,9 @@
-"""Fingerprints: size and hash of each file that a run reads, by which a start knows whether it goes on with the same.
+"""Fingerprints: size and hash of each file that a run reads. A start compares them to detect changed files.
 
     runs/NAME/fingerprints.json    model, prompts or code -> setting -> file -> mark
 
-A copy lies in each checkpoint. Names are relative to the folder that a setting names, so that files may move together.
-Of a large file a few MiB are read: both ends, the header of safetensors, and blocks between them.
+Each checkpoint has a copy. Names are relative to the folder that a setting names, so that files may move together. A
+few MiB of a large file are read: both ends, the header of safetensors, and blocks between them.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from pipeline.storage.filesystem import filesystem_of
 
 FILE = "fingerprints.json"
 COMMIT = "commit"
-"""Stands in the place of a file's name for a model on the Hub."""
+"""Key in place of a file's name for a model on the Hub."""
 END, BLOCK, BLOCKS = 2**20, 2**16, 16
-"""Bytes of each end of a file, and of each of the blocks between them, that are read."""
+"""Bytes that are read of each end of a file and of each block between them, and the number of blocks."""
 HEADER = 2**27
-"""Bytes of the longest header of a safetensors file."""
+"""Longest header of a safetensors file (bytes)."""
 READERS = 16
 SHOWN = 6
-"""Files that a sentence names."""
+"""Largest number of files that a sentence names."""
 
 Marks = dict[str, str]
-"""Marks of the files that one setting names, by name."""
+"""Marks of the files that one setting names, by file name."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Fingerprints:
 
     model: dict[str, Marks] = field(default_factory=dict)
     prompts: dict[str, Marks] = field(default_factory=dict)
-    """In the order in which the files are read."""
+    """Marks in the order in which the files are read."""
     code: dict[str, Marks] = field(default_factory=dict)
     began: str = ""
-    """When the run began."""
+    """Time at which the run began."""
     accepted: list[dict[str, Any]] = field(default_factory=list)
-    """Changes that `trainer.accept_changed` allowed: when, behind which iteration, and what."""
+    """Changes that `trainer.accept_changed` allowed: time, last iteration before the change, and changed files."""
 
     @property
     def history(self) -> str:
-        """The changes that were allowed, in words."""
+        """The allowed changes, as text."""
         return "; ".join(
             f"since iteration {entry['behind_iteration'] + 1}: "
             + ", ".join(f"{setting} ({text})" for setting, text in entry["changed"].items())
@@ -59,20 +59,20 @@ class Fingerprints:
         )
 
     def of(self, kind: str) -> dict[str, Marks]:
-        """The marks of one kind of `FILES`, by setting."""
+        """Return the marks of one kind of `FILES`, by setting."""
         return getattr(self, kind)
 
     def compares(self, key: str) -> bool:
-        """Whether the files that the setting `key` names have marks that say all about it: models and prompts."""
+        """Return whether the marks of the setting `key` cover all its files (models and prompts)."""
         return key in self.model or key in self.prompts
 
     def covers(self, key: str) -> bool:
-        """Whether the files that the setting `key` names have marks."""
+        """Return whether the files that the setting `key` names have marks."""
         names = [name for kind in FILES for name in self.of(kind)]
         return any(name == key or name.startswith(f"{key}.") for name in names)
 
     def changes(self, now: "Fingerprints", kind: str) -> dict[str, str]:
-        """By setting, how the files that it names differ `now`; settings without a mark here are left out.
+        """Describe by setting how its files differ `now`; settings without a mark here are left out.
 
         A model that was read from the Hub, and is in no cache now, cannot be compared.
         """
@@ -86,30 +86,31 @@ class Fingerprints:
         return changed
 
     def continued(self, now: "Fingerprints", iteration: int, changed: dict[str, str]) -> "Fingerprints":
-        """Those of a run that goes on with the files of `now` behind `iteration`, with the changes on record."""
+        """Return the fingerprints of a run that goes on with the files of `now` after `iteration`; `changed` goes on
+        record."""
         accepted = list(self.accepted)
         if changed:
             accepted.append({"at": stamp(), "behind_iteration": iteration, "changed": changed})
-        # What cannot be seen now stays known.
+        # A mark that cannot be computed now stays known.
         model, prompts = self.model | now.model, self.prompts | now.prompts
-        # A file that an option names, and that was not there at the beginning, is one that the user's code writes.
+        # A file that an option names, and that did not exist at the beginning, is written by the user's code.
         code = self.code | {setting: found for setting, found in now.code.items() if setting in self.code}
         return replace(self, model=model, prompts=prompts, code=code, accepted=accepted)
 
     def save(self, folder: Path) -> None:
-        """Write them into a run's folder, in one piece."""
+        """Write the fingerprints into a run's folder, in one step."""
         part = folder / f"{FILE}.part"
         part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         part.replace(folder / FILE)
 
 
 def stamp() -> str:
-    """The time, as it is kept."""
+    """Format the time for the record."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 
 def load(place: str) -> Fingerprints | None:
-    """Those in the folder or URL of a run or a checkpoint; None without.
+    """Load the fingerprints in the folder or URL of a run or a checkpoint; None if it has none.
 
     Raises:
         ValueError: the file is damaged.
@@ -129,7 +130,7 @@ def load(place: str) -> Fingerprints | None:
 
 
 def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
-    """The marks of files, each given as its name, its file system and its path there.
+    """Compute the marks of files, each given as its name, its file system and its path there.
 
     Raises:
         OSError: a file cannot be read.
@@ -139,7 +140,7 @@ def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
         made = list(threads.map(lambda file: mark(file[1], file[2]), found))
     result: Marks = {}
     for (name, _, _), one in zip(found, made, strict=True):
-        # Files of several folders may have one name.
+        # Files in different folders may have the same name.
         number = 1
         while (key := name if number == 1 else f"{name} ({number})") in result:
             number += 1
@@ -148,7 +149,7 @@ def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
 
 
 def mark(filesystem: pafs.FileSystem, path: str) -> str:
-    """Size and hash of a file."""
+    """Compute the mark of a file: its size and hash."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()
@@ -162,7 +163,7 @@ def mark(filesystem: pafs.FileSystem, path: str) -> str:
 
 
 def _parts(file: pa.NativeFile, size: int, is_tensors: bool, filesystem: pafs.FileSystem) -> Iterator[tuple[int, int]]:
-    """Start and length of each part that is read; the whole file if it is small."""
+    """Yield start and length of each part that is read; the whole file if it is small."""
     first = END
     if is_tensors and size >= 8:
         length = int.from_bytes(file.read(8), "little")
@@ -179,7 +180,7 @@ def _parts(file: pa.NativeFile, size: int, is_tensors: bool, filesystem: pafs.Fi
 
 
 def _differences(was: Mapping[str, str], now: Mapping[str, str], ordered: bool) -> Iterator[str]:
-    """How files differ; with `ordered` their names do not count, and their order does."""
+    """Describe how files differ. With `ordered` their order counts, and their names do not."""
     if (list(was.values()) == list(now.values())) if ordered else (was == now):
         return
     for name in [*was, *(name for name in now if name not in was)]:

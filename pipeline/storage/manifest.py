@@ -1,8 +1,8 @@
-"""What a checkpoint's files should be: the length and checksum of each, which a rank writes into its `complete_RANK`.
+"""The manifest of a checkpoint: length and checksum of each file. A rank writes its manifest into `complete_RANK`.
 
-Lengths are compared by every reader, since one listing has them all. Checksums are compared by who loads the files,
-before anything is loaded. A mark without content is of an earlier version, which listed no files. The settings in
-`config.yaml` are not listed, as a person may change them.
+Every reader compares lengths, since one listing has them all. The process that loads the files compares checksums
+before it loads anything. A mark without content is of an earlier version, which listed no files. The settings in
+`config.yaml` are not listed, because users may change them.
 """
 
 import json
@@ -19,13 +19,13 @@ PIECE = 2**20
 
 
 def listed(folder: Path) -> str:
-    """The manifest of the files in `folder`, as text."""
+    """Return the manifest of the files in `folder`, as text."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".yaml"]
     return json.dumps({path.name: (path.stat().st_size, _checksum(path)) for path in files})
 
 
 def parse(text: str) -> Manifest:
-    """The manifest that `listed` wrote; empty for no text. Raises ValueError for another text."""
+    """Parse the text of `listed`; an empty text gives an empty manifest. Raises ValueError for other text."""
     try:
         return {str(name): (int(size), int(checksum)) for name, (size, checksum) in json.loads(text or "{}").items()}
     except (ValueError, TypeError, AttributeError) as error:
@@ -33,7 +33,7 @@ def parse(text: str) -> Manifest:
 
 
 def wrong_length(filesystem: pafs.FileSystem, path: str, manifest: Manifest) -> str | None:
-    """The first file of the folder `path` that is missing or of another length, in words; None if there is none.
+    """Describe the first file of the folder `path` that is missing or of another length; None if all fit.
 
     Raises OSError if the storage does not answer.
     """
@@ -48,9 +48,9 @@ def wrong_length(filesystem: pafs.FileSystem, path: str, manifest: Manifest) -> 
 
 
 def wrong_content(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> str | None:
-    """The first file in `folder` whose content is not as it was written, in words; None if there is none.
+    """Describe the first file in `folder` whose content differs from its checksum; None if all fit.
 
-    Only one of `parts` equal parts of the files is read, `part`. Raises OSError if one cannot be read.
+    It reads only part number `part` of `parts` equal parts of the files. Raises OSError if one cannot be read.
     """
     for name, (_, checksum) in sorted(manifest.items())[part::parts]:
         if _checksum(folder / name) != checksum:

@@ -1,14 +1,15 @@
-"""Whether two values of a setting name the same files, though a project was moved, or is reached by a link."""
+"""The comparison of settings that name files: two values may name the same files after a move, or through a link."""
 
 import os
 from glob import glob
 from typing import Any
 
 from pipeline.agent.remote import MCP
+from pipeline.imports import split
 
 
 def names(value: Any) -> Any:
-    """A value without the places of files: of absolute paths the last part is left, with what stands behind a colon."""
+    """Reduce the absolute paths in a value to their last part, with the text after a colon."""
     if isinstance(value, dict):
         return {key: names(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -17,13 +18,13 @@ def names(value: Any) -> Any:
 
 
 def same(old: Any, new: Any, compared: bool) -> bool:
-    """Whether two values differ at most in the places of files.
+    """Return whether two values differ only in the places of files.
 
     Args:
         old: the value that a run began with.
         new: the value now; both name local files by absolute paths.
-        compared: whether the contents of these files are compared by their fingerprints. If not, the files count as
-            moved if nothing is in the old place any more, and a file of the same name is in the new one.
+        compared: whether fingerprints compare the contents of these files. If not, the files count as moved if nothing
+            is in the old place any more, and a file of the same name is in the new one.
     """
     if names(old) != names(new):
         return False
@@ -38,13 +39,13 @@ def _moved(old: str, new: str) -> bool:
 
 
 def _paths(value: Any) -> list[str]:
-    """The absolute paths in a value."""
+    """Return the absolute paths in a value."""
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value, key=str)]
     if isinstance(value, list):
         return [path for inner in value for path in _paths(inner)]
     words = _words(value) if isinstance(value, str) else []
-    return [_split(word)[0] for word in words if os.path.isabs(word)]
+    return [split(word)[0] for word in words if os.path.isabs(word)]
 
 
 def _words(text: str) -> list[str]:
@@ -54,16 +55,10 @@ def _words(text: str) -> list[str]:
 def _name(word: str) -> str:
     if not os.path.isabs(word):
         return word
-    file, name = _split(word)
+    file, name = split(word)
     return os.path.basename(file.rstrip("/")) + (f":{name}" if name else "")
 
 
-def _split(word: str) -> tuple[str, str]:
-    """The file, and the name behind it in `file.py:Name`."""
-    file, colon, name = word.rpartition(":")
-    return (file, name) if colon and "/" not in name else (word, "")
-
-
 def _there(path: str) -> bool:
-    """Whether a file or folder exists, or a glob matches one."""
+    """Return whether a file or folder exists, or a glob matches one."""
     return os.path.exists(path) or bool(glob(path))

@@ -7,9 +7,9 @@
     heartbeat stands still for `DEAD_S`    its file is replaced, by one process only     this process owns the folder
 
 1. Only changes of the heartbeat count, by the clock of the process that waits: clocks of two hosts differ.
-2. Processes of another machine or container have numbers of their own, so their heartbeat alone decides.
+2. Processes of another machine or container have numbers of their own, so only their heartbeat decides.
 3. To replace a dead owner's file, a process must own the file `NAME.next` in the same way; then it looks once more.
-4. The owner reads its file before each heartbeat, and learns so that another one has taken over.
+4. The owner reads its file before each heartbeat, to detect that another process has taken over.
 5. An object store cannot create a file exclusively: there the last one that writes it wins, and looks after `SETTLE_S`.
 """
 
@@ -35,40 +35,40 @@ if TYPE_CHECKING:
     from pipeline.config.trainer import TrainerConfig
 
 FILE = "owner.json"
-"""Name of the file in a run's folder, and the beginning of the names of its temporary files."""
+"""Name of the file in a run's folder; names of its temporary files begin with it."""
 BEAT_S, DEAD_S, POLL_S, SETTLE_S = 10.0, 60.0, 1.0, 2.0
-"""Seconds between heartbeats, until a silent owner counts as dead, between two looks, and for an object store."""
+"""Seconds: between heartbeats, until a silent owner counts as dead, between two looks, and for an object store."""
 
 log = logging.getLogger(__name__)
 
 
 class Owned(ValueError):
-    """A folder has another owner; the message says which, and what to do."""
+    """A folder has another owner. The message names it, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, and how often its heart has beaten."""
+    """A process, and its number of heartbeats."""
 
     host: str
     machine: str
-    """Boot and process namespace, in which the number names the process; empty if the system does not say."""
+    """Boot and process namespace of the process number; empty if the system does not show them."""
     pid: int
     started: str
-    """When the process started, in ticks since the boot: a later process may have the same number."""
+    """Start of the process, in ticks since the boot: a later process may have the same number."""
     since: str
     token: str
     beat: int = 0
 
     @classmethod
     def here(cls) -> "Owner":
-        """This process."""
+        """Return this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "", since, uuid.uuid4().hex)
 
     @classmethod
     def read(cls, text: str) -> "Owner | None":
-        """The owner that a file names; None for a file that is only half there, or of others."""
+        """Parse the owner in a file; None for an incomplete file, or a file of another program."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             owner = cls(**json.loads(text))
             texts = (owner.host, owner.machine, owner.started, owner.since, owner.token)
@@ -77,7 +77,7 @@ class Owner:
         return None
 
     def alive(self) -> bool | None:
-        """Whether the process lives; None if that cannot be seen from here."""
+        """Return whether the process lives; None if this cannot be seen from here."""
         here = (socket.gethostname(), _machine())
         if not self.machine or not self.started or (self.host, self.machine) != here:
             return None
@@ -93,7 +93,7 @@ class Lock:
 
     Args:
         place: path or URL of the file.
-        what: what is owned, for sentences, such as "the run in runs/a".
+        what: name of the owned thing in sentences, such as "the run in runs/a".
     """
 
     def __init__(self, place: str, what: str):
@@ -104,13 +104,13 @@ class Lock:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.lost: str | None = None
-        """Why this process is not the owner any more."""
+        """The reason why this process is not the owner any more."""
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Become the owner; `say` takes a sentence if that needs a wait.
+        """Become the owner; `say` takes a sentence if this needs a wait.
 
         Raises:
-            Owned: there is an owner that lives.
+            Owned: another owner lives.
             OSError: the file cannot be written.
         """
         try:
@@ -127,7 +127,7 @@ class Lock:
         self._thread.start()
 
     def release(self) -> None:
-        """Remove the file, unless it is another's by now, and folders that were made for it and are empty."""
+        """Remove the file, unless another process owns it now, and the empty folders that were made for it."""
         self._ended.set()
         self._thread.join(BEAT_S)
         try:
@@ -154,7 +154,7 @@ class Lock:
                 self._files.delete(following)
 
     def _dead(self, path: str, say: Callable[[str], None]) -> str | None:
-        """The content of the file of a dead owner; None if the file is gone. Raises Owned if the owner lives."""
+        """Read the file of a dead owner; None if the file is gone. Raises Owned if the owner lives."""
         first = self._files.read(path)
         if first is None:
             return None
@@ -211,7 +211,7 @@ class Lock:
 
 
 def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
-    """The locks of a run: in its folder, and in the storage of its checkpoints, if that is elsewhere."""
+    """Return the locks of a run: in its folder, and in the storage of its checkpoints if that is elsewhere."""
     folders: dict[tuple[bool, str], str] = {}
     for place in (str(run_dir), root(trainer, run_dir)):
         filesystem, path = filesystem_of(place)
@@ -221,14 +221,14 @@ def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
 
 
 def of_folder(folder: Path) -> Lock:
-    """The lock of a folder that a command fills; it lies next to the folder."""
+    """Return the lock of a folder that a command fills; its file lies next to the folder."""
     folder = Path(os.path.realpath(folder))
     return Lock(f"{folder.parent}/.{folder.name}.{FILE}", f"the folder {folder}")
 
 
 @contextlib.contextmanager
 def owned(locks: list[Lock], say: Callable[[str], None]) -> Iterator[Callable[[], str | None]]:
-    """Hold the locks while the block runs; gives a function that says why this process has lost one, if it has.
+    """Hold the locks while the block runs; yields a function that returns the reason if this process has lost one.
 
     Raises as `Lock.acquire`.
     """
@@ -243,14 +243,14 @@ class _Local:
     """Files of a local or shared disk."""
 
     def make_folder(self, path: str) -> list[Path]:
-        """Make the folder of a file; the folders that were made, the deepest first."""
+        """Make the folder of a file; returns the new folders, the deepest first."""
         folder = Path(path).parent
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         return missing
 
     def create(self, path: str, text: str) -> bool:
-        """Write a file that does not exist; False if it does."""
+        """Write a file that does not exist yet; returns False if it does."""
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -259,20 +259,20 @@ class _Local:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            # An empty file would hold up the next start.
+            # An empty file would delay the next start.
             self.delete(path)
             raise
         return True
 
     def read(self, path: str) -> str | None:
-        """The content, empty for a link that leads nowhere; None without the file."""
+        """Read the content; empty for a link to nothing, None without the file."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return "" if os.path.islink(path) else None
 
     def write(self, path: str, text: str) -> None:
-        """Replace the file at once."""
+        """Replace the file in one step."""
         aside = Path(f"{path}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             aside.write_text(text, encoding="utf-8")
@@ -299,7 +299,8 @@ class _Remote:
         return []
 
     def create(self, path: str, text: str) -> bool:
-        """Write an object that does not exist; False if it does, or if another process wrote it at the same time."""
+        """Write an object that does not exist yet; returns False if it does, or if another process wrote it at the same
+        time."""
         if self.read(path) is not None:
             return False
         self.write(path, text)
@@ -307,7 +308,7 @@ class _Remote:
         return self.read(path) == text
 
     def read(self, path: str) -> str | None:
-        """The content; None without the object."""
+        """Read the content; None without the object."""
         if self._filesystem.get_file_info(path).type != pafs.FileType.File:
             return None
         with self._filesystem.open_input_stream(path) as stream:
@@ -339,9 +340,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started; empty if it has ended, None if the process is another user's and cannot be seen."""
+    """Return the start of a process; empty if it has ended, None if it is another user's and cannot be seen."""
     try:
-        # The name stands in brackets, and may hold any character.
+        # The name is in brackets, and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:

@@ -1,8 +1,8 @@
 """Resuming: whether a run may write into its folder, and from which checkpoint it starts.
 
-A run that is started again with the same settings continues. With other settings it would mix two experiments in one
-curve, so it is refused, except for settings of length, reporting and layout (`MAY_DIFFER`). Settings that name files
-may name other places: the files count (`fingerprints.py`).
+A run that is started again with the same settings continues. Other settings would mix two experiments in one curve, so
+they are refused, except for settings of length, reporting and layout (`MAY_DIFFER`). Settings that name files may name
+other paths, because the files themselves are compared (`fingerprints.py`).
 """
 
 import os
@@ -24,7 +24,7 @@ CONFIG_FILE = "config.yaml"
 BASES = ("model.path", "critic.path")
 """Settings that name the models to which a checkpoint's tensors belong."""
 OF_THE_WEIGHTS = ("model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""Further settings that say what these tensors are."""
+"""Further settings that define these tensors."""
 
 _SECTIONS = {
     "data": "val_files val_max_samples max_bad_rows",
@@ -45,7 +45,7 @@ _SECTIONS = {
     "deadlines. env_vars placement",
 }
 MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
-"""Settings that a continued run may change; a name that ends in a dot stands for its section."""
+"""Settings that a continued run may change; a name that ends in a dot covers its section."""
 
 
 def check_writable(run_dir: Path) -> None:
@@ -67,10 +67,10 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
-    """Whether `run_dir`, which need not exist, already holds this run; with `resume="never"` it may hold none.
+    """Return whether `run_dir`, which need not exist, already holds this run; refused with `resume="never"`.
 
     Raises:
-        ConfigError: the folder cannot be created or written, or holds another run or files that are no run.
+        ConfigError: the folder cannot be created or written, holds another run, or holds files but not a run.
     """
     run_dir = Path(run_dir)
     check_writable(run_dir)
@@ -96,7 +96,7 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
 
 
 def other_settings(stored: Config, config: Config, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
-    """Settings that keep a run from going on, as (key, value of the run, value now).
+    """Return the settings that keep a run from going on, as (key, value of the run, value now).
 
     Args:
         stored: settings of the run.
@@ -109,21 +109,21 @@ def other_settings(stored: Config, config: Config, known: Fingerprints | None) -
 
 
 def _lost(key: str, config: Config) -> bool:
-    """Whether a storage in another place has no checkpoint of the run, so that it was not moved there."""
+    """Return whether a changed storage has no checkpoint of the run, so that the run was not moved there."""
     return key == "trainer.storage_path" and not iterations(root(config.trainer, ""))
 
 
 def same_files(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool:
-    """Whether two values of the setting `key` may name the same files, by all that is known without reading these."""
+    """Return whether two values of the setting `key` may name the same files, as far as known without reading them."""
     if known is not None and known.compares(key):
         return old is not None and new is not None
     return moved.same(old, new, known is not None and known.covers(key))
 
 
 def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
-    """The newest checkpoint of the run in `run_dir`, which goes on from it; None without one.
+    """Return the newest checkpoint of the run in `run_dir`, from which it goes on; None without one.
 
-    `say` takes a sentence for each later one that is damaged.
+    `say` takes a sentence for each later checkpoint that is damaged.
 
     Raises:
         ConfigError: the run's folder was lost, and the checkpoint is of a run with other settings.
@@ -142,12 +142,12 @@ def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], Non
 
 
 def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | None:
-    """The checkpoint that `trainer.resume` names, with whose weights a new run begins; None if it names none.
+    """Return the checkpoint in `trainer.resume`, whose weights a new run takes; None if that setting names none.
 
-    `say` takes a sentence for each later one that is damaged.
+    `say` takes a sentence for each later checkpoint that is damaged.
 
     Raises:
-        ConfigError: it names no whole checkpoint, or one of another model.
+        ConfigError: the setting names a place without a whole checkpoint, or a checkpoint of another model.
         ValueError, OSError: the checkpoint is damaged, or its storage does not answer.
     """
     if config.trainer.resume in NO_PATH:
@@ -173,7 +173,7 @@ def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | 
 
 
 def _holder(place: str) -> str:
-    """The folder or URL that holds the checkpoints of the run in `place`: its settings may name another one."""
+    """Return the folder or URL with the checkpoints of the run in `place`; the run's settings may name another one."""
     file = Path(place, CONFIG_FILE)
     if Path(place, PROGRESS).exists() or not file.is_file() or iterations(place):
         return place
@@ -191,7 +191,7 @@ def recover(run_dir: Path, saved: Saved | None) -> bool:
 
 
 def _check_orphan(saved: Saved, config: Config) -> None:
-    """Whether a checkpoint in `trainer.storage_path` is of this run, whose own folder is new or was lost."""
+    """Refuse a checkpoint in `trainer.storage_path` of another run, for a run whose own folder is new or was lost."""
     remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
     if config.trainer.resume == "never":
         raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
@@ -203,7 +203,7 @@ def _check_orphan(saved: Saved, config: Config) -> None:
 
 
 def stored_config(saved: Saved) -> Config:
-    """The settings that a checkpoint was saved with. Raises ConfigError if this version does not know them."""
+    """Load the settings that a checkpoint was saved with. Raises ConfigError if this version does not know them."""
     filesystem, path = filesystem_of(saved.place)
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder) / CONFIG_FILE
@@ -213,7 +213,8 @@ def stored_config(saved: Saved) -> Config:
 
 
 def reached(run_dir: str | Path, config: Config) -> int:
-    """The iteration of the newest whole checkpoint of the run in `run_dir`, if it also saved its model; 0 without."""
+    """Return the iteration of the run's newest whole checkpoint, if the run in `run_dir` also saved its model;
+    else 0."""
     if not (Path(run_dir) / "model" / "config.json").is_file():
         return 0
     saved = newest(root(config.trainer, run_dir))
@@ -221,5 +222,5 @@ def reached(run_dir: str | Path, config: Config) -> int:
 
 
 def may_differ(key: str) -> bool:
-    """Whether the setting `key` may have another value in a run that is continued."""
+    """Return whether the setting `key` may change in a continued run."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)

@@ -1,4 +1,4 @@
-"""Room on the disks that a checkpoint goes to: it waits in one folder, and is copied to another."""
+"""Room on the disks for a checkpoint, which waits in one folder and is copied to another."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ STORAGE_REMEDY = "make room, or name another place (trainer.storage_path)"
 
 
 def lacking(place: str, needed: int, remedy: str) -> str | None:
-    """What is to be said of a local folder, which need not exist, without room for the `needed` bytes of a checkpoint.
+    """Describe the lack of room in a local folder, which need not exist, for the `needed` bytes of a checkpoint.
 
     None if it has room, or if `place` is a URL of another storage.
     """
@@ -27,7 +27,7 @@ def lacking(place: str, needed: int, remedy: str) -> str | None:
 
 
 def disk(folder: str) -> int:
-    """The number of the disk that a folder is on."""
+    """Return the number of a folder's disk."""
     return os.stat(folder).st_dev
 
 

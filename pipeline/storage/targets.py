@@ -1,4 +1,4 @@
-"""Folders and files that a run goes on to write, tried before it begins."""
+"""The folders and files that a run will write, tried before it begins."""
 
 import os
 import tempfile
@@ -8,13 +8,13 @@ from pipeline.config import ConfigError
 from pipeline.storage.checkpoints import FOLDER
 
 FOLDERS = (FOLDER, "trajectories", "validation", "old_log_probs", "quarantine", "tensorboard", "wandb", "model")
-"""Folders in that of a run."""
+"""Folders in a run's folder."""
 FILES = ("metrics.jsonl", "console.log", "mlflow_run_id", "best.json", "learning_curve.png")
-"""Files in it."""
+"""Files in a run's folder."""
 
 
 def try_targets(run_dir: Path, store: Path | None) -> None:
-    """Write and remove a small file in each folder that a run writes, if it is there already, and open each file.
+    """Write and remove a small file in each existing folder that a run writes, and open each existing file.
 
     Args:
         run_dir: the run's folder.

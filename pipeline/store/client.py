@@ -11,7 +11,7 @@ from pipeline.store.errors import StoreTimeout
 from pipeline.store.policy_store import PolicyStore
 
 ANSWER_S = 60.0
-"""Seconds in which the policy store must answer a call that need not wait."""
+"""Longest time (s) in which the policy store must answer a call that need not wait."""
 PAUSE_S = 0.5
 """Seconds between two tries to reach a store that is restarting."""
 
@@ -62,7 +62,7 @@ class StoreClient:
     async def awaited(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Like `wait`, for callers in an event loop."""
+        """Wait as `wait` does, for callers in an event loop."""
         answer = asyncio.ensure_future(_result(self._send(method, self.attempt, *args, **kwargs)))
         try:
             while True:
@@ -77,7 +77,7 @@ class StoreClient:
             answer.cancel()
 
     def wait_until_ready(self, patience: float) -> None:
-        """Wait until the store, which may be restarting, answers.
+        """Wait until the store answers. It may be restarting.
 
         Raises:
             StoreTimeout: it did not answer within `patience` seconds (`trainer.deadlines.store`).
@@ -115,7 +115,7 @@ def _frozen(method: Callable[..., Any], seconds: float) -> StoreTimeout:
 
 
 def store_lost(seconds: float, error: BaseException) -> str:
-    """The error message for a store that does not come back."""
+    """Format the error message for a store that does not come back."""
     last = " ".join(str(error).split("\n")[0].split())
     return (
         f"the policy store is lost: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "

@@ -1,4 +1,4 @@
-"""The place where a batch of prompts begins: all that a restarted prompt source or a resumed run needs to continue."""
+"""The cursor: a place in the training prompts, with all that a restarted prompt source or a resumed run needs."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,7 +13,7 @@ class PromptCursor:
     offset: int = 0
     """Number of prompts of that pass before the place."""
     orders: dict[str, Any] = field(default_factory=dict)
-    """Per data source, the place in its order; only where sources are mixed by weight."""
+    """By data source, the place in its order; empty unless sources are mixed by weight."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """State of `data.sampler`."""
     generator: dict[str, Any] = field(default_factory=dict)
@@ -26,12 +26,12 @@ class PromptCursor:
     """Number of prompts of that batch that are already used; only with dynamic sampling."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         default = PromptCursor()
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "PromptCursor":
-        """The cursor that `to_json` wrote."""
+        """Parse the result of `to_json`."""
         return cls(**values)

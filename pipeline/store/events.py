@@ -104,7 +104,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What has to be seen: something that fails and is tried again, or that the run has found out."""
+    """A message for the user: a failure that is tried again, or a finding of the run."""
 
     text: str
 
@@ -115,12 +115,12 @@ class TrainingEnded:
 
     version: int
     stopped: bool
-    """Whether the run was asked to stop."""
+    """True if training ended because of a request to stop."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """What was chosen for a model. Several processes, and restarted ones, may say the same."""
+    """A choice for a model. Several processes, and restarted ones, may post the same text."""
 
     text: str
 
@@ -150,8 +150,8 @@ class EventLog:
     """Numbered events for one reader, kept until the reader confirms them.
 
     Args:
-        first: number before the first event. After a crash, the new log must start above every number of the old log:
-            a reader that asks for events after an old number then misses no new one.
+        first: number before the first event. After a crash, the new log must start above every number of the old log.
+            Then a reader that requests the events after an old number misses no new one.
     """
 
     PAUSE_S = 0.05
@@ -166,7 +166,8 @@ class EventLog:
         self._events.append(event)
 
     async def read(self, after: int, timeout: float) -> tuple[int, list[Event]]:
-        """The number of the last event, and the events after number `after`; waits up to `timeout` seconds for one.
+        """Return the number of the last event, and the events after number `after`; wait up to `timeout` seconds for
+        one.
 
         The call confirms the events up to `after`, and the log deletes them.
         """
@@ -178,7 +179,7 @@ class EventLog:
         return self._count, list(self._events)
 
     async def flush(self, timeout: float) -> bool:
-        """Wait until the reader has confirmed all present events; False if that takes longer than `timeout` seconds."""
+        """Wait until the reader has confirmed all present events; returns False after `timeout` seconds."""
         last = self._count
         deadline = time.monotonic() + timeout
         while self._confirmed < last:

@@ -1,4 +1,4 @@
-"""The policy store: which policy version exists, where its weights are, and which chunk may start.
+"""The policy store: the current policy version, references to its weights, and the admission of chunks.
 
 One small actor between the train workers and the stream. It holds versions, object refs and the admission rule, not
 tensors or rows. The protocol, for version v of one attempt (callers use `StoreClient`):
@@ -7,7 +7,7 @@ tensors or rows. The protocol, for version v of one attempt (callers use `StoreC
     prompt source `wait_prompts_due(chunk)`                   waits until the chunk may start, or soon may
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
     engine        loads, `acknowledge(v, checksum)`           the engine generates only after this call
-    engine        `greet(rows)`                               the first one, if its ticket asks for a greeting
+    engine        `greet(rows)`                               the first one, if its ticket requests a greeting
     train loop    `settle(change)`                            it has compared itself; replicas wait for this
     filter        `report_groups(kept, dropped)`              each dropped group admits another one
     validation    `record_validation(scores)`                 after the last scores, version v + 1 may become current
@@ -53,7 +53,7 @@ from pipeline.weights.load import Shard
 
 
 class PolicyStore(ShakingCalls):
-    """The class behind the actor; plain asyncio, usable without Ray. Calls of ended attempts raise `StaleAttempt`.
+    """The class of the actor; plain asyncio, usable without Ray. Calls of ended attempts raise `StaleAttempt`.
 
     Args:
         admission: chunk and batch sizes and the staleness bound.
@@ -96,7 +96,7 @@ class PolicyStore(ShakingCalls):
             return self.attempt
 
     async def current_attempt(self) -> int:
-        """Number of the current attempt.
+        """Return the number of the current attempt.
 
         Raises:
             StaleAttempt: the store has restarted since the stream was built.
@@ -108,7 +108,8 @@ class PolicyStore(ShakingCalls):
     async def register_trainer(
         self, attempt: int, state: TrainerState, world_size: int, shaking: Shaking | None = None
     ) -> None:
-        """The restored train loop reports its version and the place of the next prompts; it may ask for a greeting."""
+        """Register the restored train loop: its version, the cursor of its next prompts, and its request for a
+        greeting, if any."""
         async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
@@ -151,7 +152,7 @@ class PolicyStore(ShakingCalls):
     async def acknowledge(
         self, attempt: int, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """An engine has loaded a policy version.
+        """Note that an engine has loaded a policy version.
 
         Args:
             attempt: attempt of the stream.
@@ -203,7 +204,8 @@ class PolicyStore(ShakingCalls):
             if self.base < 0:
                 return False
             if self._filled():
-                # Do not wait for the last iteration, which may wait for a validation behind this chunk in the stream.
+                # Do not wait for the last iteration, which may wait for a validation that follows this chunk in the
+                # stream.
                 return True
             needless = self.admission.needless(self.base, chunk, self.dropped_groups)
             return self.version >= self._needed(chunk) and not needless
@@ -223,7 +225,7 @@ class PolicyStore(ShakingCalls):
         return self._versions.ticket(POLICY, self._shaking.plan)
 
     async def report_groups(self, attempt: int, kept: int, dropped: int) -> None:
-        """Dynamic sampling: numbers of groups that this attempt has kept and dropped so far."""
+        """Dynamic sampling: note how many groups this attempt has kept and dropped so far."""
         async with self._changing(attempt):
             self.kept_groups, self.dropped_groups = kept, dropped
             self._changed.notify_all()
@@ -257,7 +259,7 @@ class PolicyStore(ShakingCalls):
         await self._waits.until(attempt, lambda: self._versions.validated(version), timeout, "checkpoint", what)
 
     async def is_validated(self, attempt: int, version: int) -> bool:
-        """Whether the whole validation of `version`, if any, is recorded."""
+        """Return whether the whole validation of `version`, if any, is recorded."""
         self._check(attempt)
         return self._versions.validated(version)
 
@@ -279,7 +281,7 @@ class PolicyStore(ShakingCalls):
         return self._prompts.grant(page, self.version, self.admission.over(self.version))
 
     async def report_prompts(self, attempt: int, batches: Sequence[PromptBatch]) -> None:
-        """Report the places where batches of prompts begin."""
+        """Record new batches of prompts with their cursors."""
         async with self._changing(attempt):
             self._prompts.add(batches)
             for batch in batches:
@@ -295,7 +297,7 @@ class PolicyStore(ShakingCalls):
             self._events.append(PromptsMade(iteration, self._prompts.end(iteration, batch, used) | metrics))
 
     async def begin_of_batch(self, attempt: int, batch: int) -> PromptCursor:
-        """Where a batch of this attempt begins.
+        """Return the cursor at the beginning of a batch of this attempt.
 
         Raises:
             KeyError: the batch is unknown, or already deleted.
@@ -304,7 +306,7 @@ class PolicyStore(ShakingCalls):
         return self._prompts.begin_of(batch)
 
     async def end_of_iteration(self, attempt: int, iteration: int) -> PromptCursor:
-        """Where the prompts of `iteration` end.
+        """Return the cursor at the end of the prompts of `iteration`.
 
         Raises:
             KeyError: the place is not known yet, or already deleted.
@@ -318,7 +320,7 @@ class PolicyStore(ShakingCalls):
             self._last_version = version
 
     async def last_version(self, attempt: int) -> int | None:
-        """The last policy version that generates rows; None until `end_prompts` is called."""
+        """Return the last policy version that generates rows; None until `end_prompts` is called."""
         self._check(attempt)
         return self._last_version
 
@@ -346,20 +348,20 @@ class PolicyStore(ShakingCalls):
             )
 
     async def read_events(self, after: int, timeout: float) -> tuple[int, list[Event]]:
-        """The number of the last event, and the events after number `after`; see `EventLog.read`."""
+        """Return the number of the last event, and the events after number `after`; see `EventLog.read`."""
         return await self._events.read(after, timeout)
 
     async def status(self) -> StoreStatus:
-        """The state of the run and of the waits in the store."""
+        """Return the state of the run and of the waits in the store."""
         now, waits = (self.attempt, self.base, self.version, self.stopping), self._waits
         return StoreStatus(*now, dict(waits.waiting), waits.silent_s, waits.alive_by)
 
     async def stop(self) -> None:
-        """Ask the train loop to end after its current iteration."""
+        """Request that the train loop ends after its current iteration."""
         self.stopping = True
 
     def _needed(self, chunk: int) -> int:
-        """The version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
+        """Return the version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
     def _due(self, chunk: int, lookahead: int) -> bool:

@@ -1,4 +1,4 @@
-"""The places in the data where batches begin and iterations end. A restarted prompt source or run continues there."""
+"""The cursors of batch beginnings and iteration ends. A restarted prompt source or run continues from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,14 @@ class PromptBatch:
     """One batch of the prompts of an attempt."""
 
     number: int
-    """From 0 in each attempt; batch `n` ends where batch `n + 1` begins."""
+    """Number of the batch, from 0 in each attempt; the beginning of batch `n + 1` is the end of batch `n`."""
     cursor: PromptCursor
-    """Where the batch begins."""
+    """Cursor at the beginning of the batch."""
     metrics: dict[str, int]
     """Metrics of the prompts up to that place."""
     iteration: int | None = None
-    """The iteration that ends where this batch begins; None with dynamic sampling (the filter stage reports it)."""
+    """The iteration that ends at the beginning of this batch; None with dynamic sampling (the filter stage reports
+    it)."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class PageGrant:
     version: int
     """The policy version that was current when the page was granted."""
     first: bool
-    """Whether the page is the first one at this version."""
+    """True for the first page at this version."""
     over: bool
-    """Whether the last iteration is trained, so that no more prompts are needed."""
+    """True if the last iteration is trained, so that no more prompts are needed."""
 
 
 class PromptLedger:
@@ -40,21 +41,21 @@ class PromptLedger:
 
     Args:
         base: policy version that the attempt began with.
-        start: where the first batch of the attempt begins.
+        start: cursor at the beginning of the attempt's first batch.
     """
 
     def __init__(self, base: int, start: PromptCursor):
         self._base, self._start = base, start
         self._batches: dict[int, PromptBatch] = {0: PromptBatch(0, start, {})}
         self._ends: dict[int, tuple[int, int]] = {}
-        """With dynamic sampling, by iteration: the batch where it ends, and how many prompts of the batch it used."""
+        """With dynamic sampling, by iteration: its last batch, and the number of this batch's prompts that it used."""
         self._grants: dict[int, PageGrant] = {}
 
     def add(self, batches: Sequence[PromptBatch]) -> None:
         self._batches |= {batch.number: batch for batch in batches}
 
     def begin_of(self, batch: int) -> PromptCursor:
-        """Where a batch begins.
+        """Return the cursor at the beginning of a batch.
 
         Raises:
             KeyError: the batch is unknown, or already deleted.
@@ -67,7 +68,7 @@ class PromptLedger:
         return self._batches[batch].metrics if batch in self._batches else {}
 
     def end_of(self, iteration: int, filtered: bool) -> PromptCursor:
-        """Where the prompts of `iteration` end.
+        """Return the cursor at the end of the prompts of `iteration`.
 
         Raises:
             KeyError: the place is not known yet, or already deleted.
@@ -90,7 +91,7 @@ class PromptLedger:
         return page in self._grants
 
     def forget(self, version: int, filtered: bool) -> None:
-        """Delete the places that no caller can ask for any more when `version` is current."""
+        """Delete the cursors that no caller can request any more now that `version` is current."""
         oldest = version - 1 - self._base
         if filtered:
             trained = [iteration for iteration in self._ends if iteration < version]

@@ -1,4 +1,4 @@
-"""The handshake of engine and trainer, as far as it has come (`pipeline/greeting.py`)."""
+"""The state of the handshake of engine and trainer (`pipeline/greeting.py`)."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
@@ -13,20 +13,20 @@ class Shaking:
     """The handshake of one attempt."""
 
     plan: GreetingPlan | None = None
-    """What the next engine is asked for; None if nothing is asked (any more)."""
+    """The request to the next engine; None if no (further) engine gets one."""
     greeting: Greeting | None = None
     """The first engine's rows."""
     change: Change | None = None
     """The other way in which rows pass through models of the policy's class."""
     settled: bool = True
-    """Whether `change` is known."""
+    """True if `change` is known."""
 
     def greet(self, greeting: Greeting) -> None:
-        """Keep the first greeting; no further engine is asked."""
+        """Keep the first greeting; no further engine gets a request."""
         self.plan, self.greeting = None, self.greeting or greeting
 
     def settle(self, change: Change | None) -> None:
-        """Note what was found."""
+        """Note the result of the trainer's comparison."""
         self.change, self.settled = change, True
 
 
@@ -40,24 +40,24 @@ class ShakingCalls(ABC):
     def _changing(self, attempt: int) -> AbstractAsyncContextManager[None]: ...
 
     async def greet(self, attempt: int, greeting: Greeting) -> None:
-        """An engine has generated the rows that its ticket asked for."""
+        """Note that an engine has generated the rows that its ticket requested."""
         async with self._changing(attempt):
             self._shaking.greet(greeting)
             self._waits.heartbeat(f"engine {greeting.engine}")
 
     async def greeting(self, attempt: int) -> Greeting | None:
-        """The first engine's greeting; None before it."""
+        """Return the first engine's greeting; None before it."""
         async with self._changing(attempt):
             return self._shaking.greeting
 
     async def settle(self, attempt: int, change: Change | None) -> None:
-        """The trainer has compared itself with the greeting."""
+        """Note that the trainer has compared itself with the greeting."""
         async with self._changing(attempt):
             self._shaking.settle(change)
             self._waits.heartbeat("the train loop")
 
     async def wait_settled(self, attempt: int, timeout: float) -> Change | None:
-        """What the handshake changed; waits until that is known."""
+        """Wait until the handshake is settled; returns its change, if any."""
         ready = self._shaking_settled
         await self._waits.until(attempt, ready, timeout, "handshake", "the trainer's comparison")
         return self._shaking.change

@@ -1,4 +1,4 @@
-"""What the train workers report to the policy store when they start, and what the store reports about the run."""
+"""The report of the train workers to the policy store at their start, and the store's report on the run."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ class TrainerState:
 
     version: int
     cursor: PromptCursor
-    """Where the prompts of the next iteration begin."""
+    """Cursor at the beginning of the next iteration's prompts."""
     validated: bool
-    """Whether the validation of the version is already recorded."""
+    """True if the validation of the version is already recorded."""
 
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What the run is doing."""
+    """The current state of the run."""
 
     attempt: int
     base: int
@@ -33,7 +33,7 @@ class StoreStatus:
     """Sender of the last heartbeat."""
 
     def describe(self) -> str:
-        """A clause that says what the run waits for."""
+        """Format the run's current waits as a clause."""
         waits = ", ".join(f"{count} in {phase}" for phase, count in self.waiting.items() if count) or "none"
         return (
             f"policy version {self.version} is current, store waits: {waits}, last heartbeat {self.alive_s:.0f} s "

@@ -30,10 +30,10 @@ class Ticket:
 
 @dataclass
 class Published:
-    """What the train ranks have published of one version."""
+    """The parts of one version that train ranks have published."""
 
     validates: bool = False
-    """Whether the version stays current until it has been validated."""
+    """True if the version stays current until it has been validated."""
     shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
     """By model and rank."""
     checksum: int = 0
@@ -61,7 +61,8 @@ class Versions:
     """The versions of one attempt.
 
     Args:
-        max_staleness: how many versions behind the current one an engine may still be loading a version.
+        max_staleness: largest number of versions by which the version that an engine loads may be older than the
+            current one.
     """
 
     def __init__(self, max_staleness: int):
@@ -73,7 +74,7 @@ class Versions:
         self._kl_coefs: dict[int, float] = {}
 
     def get(self, version: int) -> Published | None:
-        """The entry of a version; None if no rank has published it, or it is already deleted."""
+        """Return the entry of a version; None if no rank has published it, or it is already deleted."""
         return self._published.get(version)
 
     def publish(
@@ -101,7 +102,7 @@ class Versions:
         self._advance()
 
     def ticket(self, model: str, greeting: GreetingPlan | None = None) -> Ticket:
-        """The current weights of `model`, with the rows that an engine is asked for."""
+        """Return the current weights of `model`, with a greeting request for the engine."""
         entry = self._published[self.current]
         if model not in entry.shards:
             raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
@@ -109,7 +110,7 @@ class Versions:
         return Ticket(self.current, [shards[rank] for rank in sorted(shards)], greeting)
 
     def kl_coef(self, version: int) -> float:
-        """Coefficient of the KL in the reward that was published with a version.
+        """Return the coefficient of the KL in the reward that was published with a version.
 
         Raises:
             KeyError: the version is not known (any more).
@@ -117,11 +118,11 @@ class Versions:
         return self._kl_coefs[version]
 
     def validated(self, version: int) -> bool:
-        """Whether the version is or was current, and its whole validation, if any, is recorded."""
+        """Return whether the version is or was current, and its whole validation, if any, is recorded."""
         return version < self.current or (version == self.current and not self._awaits_validation(version))
 
     def needs(self, version: int) -> str:
-        """What must happen before `version` becomes current, in words."""
+        """Describe the missing condition for `version` to become current."""
         if self._complete(version):
             return f"policy version {version}, which follows when version {self.current} has been validated"
         missing = sorted(set(range(self.world_size)) - self._published.get(version, Published()).ranks())

@@ -38,10 +38,10 @@ class Waits:
     async def until(
         self, attempt: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]
     ) -> None:
-        """Wait until `ready()` is true. `phase` (also in `waiting`) and `what` say in the error what is waited for.
+        """Wait until `ready()` is true. `phase` (also in `waiting`) and `what` name the wait in the error.
 
         Raises:
-            StoreTimeout: there was no heartbeat for `timeout` seconds.
+            StoreTimeout: no heartbeat came for `timeout` seconds.
         """
         begun = time.monotonic()
         self.waiting[phase] += 1

@@ -1,6 +1,6 @@
-"""Read parquet rows as token rows, in a Ray Data stream.
+"""The reader of parquet rows as token rows, in a Ray Data stream.
 
-1. The unit of work is a row group. Its place in the order, and the order of its rows, follow from seed and epoch alone,
+1. The unit of work is a row group. Its place in the order, and the order of its rows, follow only from seed and epoch,
    so a run repeats itself on any number of workers. Only footers are read up front.
 2. No row is ever left out of the stream, so the number of steps is known before the first row is read. A row without
    anything to learn stays in, and nothing is learnt from it.
@@ -30,7 +30,7 @@ from pipeline.prompts.parquet import PromptFile, Slice
 
 SLICE_ROWS = 2048
 CHECKED_ROWS = 256
-"""Rows that are encoded before anything starts; the others are checked as they are read."""
+"""Number of rows that are encoded before anything starts; the others are checked as they are read."""
 
 D = TypeVar("D", bound=SupervisedDataConfig)
 
@@ -49,7 +49,7 @@ class RowGroup(NamedTuple):
 
 
 class Encoder(ABC, Generic[D]):
-    """Turns rows of a file into token rows, with the model's chat template."""
+    """Encoder of a file's rows as token rows, with the model's chat template."""
 
     def __init__(self, tokenizer: Any, data: D) -> None:
         self.tokenizer = tokenizer
@@ -58,14 +58,14 @@ class Encoder(ABC, Generic[D]):
 
     @classmethod
     def of(cls, model: ModelConfig, data: D) -> Self:
-        """With the model's tokenizer, and the ends of its answers."""
+        """Make an encoder with the model's tokenizer, and the ends of its answers."""
         encoder = cls(load_tokenizer(model), data)
         encoder.ends = find_ends(model, encoder.tokenizer, data.apply_chat_template_kwargs).ids
         return encoder
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer (`models/ends.py`); without a model, by the tokenizer alone."""
+        """Tokens that end an answer (`models/ends.py`); without a model, only the tokenizer determines them."""
         return ends_of(self.tokenizer, self.data.apply_chat_template_kwargs).ids
 
     @cached_property
@@ -75,10 +75,10 @@ class Encoder(ABC, Generic[D]):
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
-        """The row groups of all files that `paths`, the value of the setting `key`, names, in order.
+        """Find the row groups of all files that `paths`, the value of the setting `key`, names, in order.
 
         Raises:
-            ValueError: there is no such file, or one is not parquet, has no rows, or lacks a column.
+            ValueError: a file does not exist, is not parquet, has no rows, or lacks a column.
         """
         try:
             files = resolve(paths, key, lambda schema, where: cls.check(schema, where, data))
@@ -102,18 +102,19 @@ class Encoder(ABC, Generic[D]):
 
     @abstractmethod
     def columns(self) -> list[str | None]:
-        """The columns that `encode` reads where a file has them."""
+        """Return the columns that `encode` reads if a file has them."""
 
     def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
-        """The rows of a row group in the file's order, before they are shuffled; may add columns that need all rows."""
+        """Prepare a row group's rows in the file's order, before they are shuffled; may add columns that need all
+        rows."""
         return rows
 
     @abstractmethod
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
-        """One token row per row; columns of tokens end with `_ids`.
+        """Encode each row as one token row; columns of tokens end with `_ids`.
 
         Args:
-            rows: with those `columns` that the file has.
+            rows: rows with the `columns` that the file has.
             places: file and number of each row, for errors.
 
         Raises:
@@ -126,7 +127,7 @@ class Encoder(ABC, Generic[D]):
         return special_tokens(self.tokenizer)
 
     def spellings(self, given: Any, place: str) -> Spellings:
-        """The special tokens that a conversation spells, which are noted."""
+        """Find the special tokens that a conversation spells, and note them."""
         spellings = self.special.spellings(given, f"{place}: ")
         self.omissions.note(spellings.note)
         return spellings
@@ -140,13 +141,13 @@ class Encoder(ABC, Generic[D]):
         check_answer(messages, text, lambda some: self.render(some, False, place, **more), place)
 
     def render(self, messages: Messages, generate: bool, place: str, **more: Any) -> str:
-        """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
+        """Render the text of `messages`, followed by the opening of the assistant's next turn if `generate`.
 
         Args:
             messages: as from `read_messages`.
             generate: whether the assistant's turn is opened.
             place: beginning of the error.
-            more: arguments of the template, before those of the settings.
+            more: arguments of the template, which override the settings.
 
         Raises:
             ValueError: the template fails.
@@ -166,23 +167,23 @@ class Encoder(ABC, Generic[D]):
         return rendered(messages, render)
 
     def write(self, spellings: Spellings, messages: Messages, generate: bool, place: str, **more: Any) -> str:
-        """As `render`, with stand-ins."""
+        """Render as `render` does, with stand-ins."""
         return spellings.render(lambda given: self.render(given[0], generate, place, **given[1]), (messages, more))
 
     def answer_length(self, part: list[int]) -> int:
-        """Tokens up to the end of the turn: the policy never generates what templates write after it."""
+        """Count the tokens up to the end of the turn: the policy never generates later tokens of the template."""
         places = [place for place, token in enumerate(part) if token in self.ends]
         if not places:
             return len(part)
         last = places.pop()
-        # Some templates end the text behind the turn, after a newline perhaps.
+        # Some templates end the text after the turn, perhaps after a newline.
         while places and not self.tokenizer.decode(part[places[-1] + 1 : last]).strip():
             last = places.pop()
         return last + 1
 
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
-    """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
+    """Yield the encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
     rows = encoder.whole(_read(group, encoder, group.rows), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
@@ -192,7 +193,7 @@ def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | N
 
 
 def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
-    """The first rows of a row group, as read. Raises ValueError if one has images, videos or sound."""
+    """Read the first rows of a row group. Raises ValueError if one has images, videos or sound."""
     media = group.file.media
     columns = [name for name in [*encoder.columns(), *media] if name]
     parts = list(group.file.read([Slice(group.number, 0, rows)], columns))
@@ -205,7 +206,7 @@ def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
 
 
 def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
-    """Encode the first rows of the files; sentences on columns and fields that nothing reads.
+    """Encode the first rows of the files; yields sentences on columns and fields that nothing reads.
 
     Raises:
         ValueError: one of these rows cannot be learnt.
@@ -221,7 +222,7 @@ def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
 
 
 def held_rows(groups: list[RowGroup], encoder: Encoder[Any], limit: int, rank: int, world_size: int) -> pa.Table | None:
-    """One rank's share of the first `limit` rows (negative: of all) in memory; None without row groups."""
+    """Hold one rank's share of the first `limit` rows (all if negative) in memory; None without row groups."""
     tables: list[pa.Table] = []
     rows_before = 0
     for group in groups:
@@ -261,7 +262,8 @@ def train_dataset(
     epochs: int,
     block_rows: int,
 ) -> ray.data.Dataset:
-    """All epochs as one stream of blocks of `block_rows` rows (the last may be smaller), in a repeatable order."""
+    """Build one stream of all epochs in blocks of `block_rows` rows (the last may be smaller), in a repeatable
+    order."""
     order = []
     for epoch in range(epochs):
         numbers = np.random.default_rng([seed, epoch]).permutation(len(groups)) if data.shuffle else range(len(groups))
@@ -279,5 +281,5 @@ def train_dataset(
 
 
 def lists(rows: Iterable[pa.ListScalar]) -> list[np.ndarray]:
-    """Lists of integers as one int64 array each."""
+    """Convert lists of integers to one int64 array each."""
     return [row.values.to_numpy().astype(np.int64) for row in rows]

@@ -1,11 +1,11 @@
-"""Preference learning (DPO, IPO, KTO, ...): the policy against the model that it starts from, on fixed preferences.
+"""Preference learning (DPO, IPO, ...): the policy against the model that it starts from, on fixed preferences.
 
 1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows
    gives the reference's log-probs, and no second model is ever loaded. They are kept by the row's number, two numbers
    for a pair, on every rank: rows come in another order, and to other ranks, in each epoch. A frozen copy would give
    the same numbers for the memory of another model, and for one more pass over it in every epoch.
 2. Both answers of a pair run in one forward pass, behind one copy of their prompt (`models/sharing.py`).
-3. The loss is a mean over the pairs, for KTO over the answers, of the global batch (`loop.py`).
+3. The loss is a mean over the pairs of the global batch (`loop.py`).
 """
 
 import time
@@ -22,13 +22,12 @@ from pipeline.models.packing import pack
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.sharing import Passes, share_prefixes
 from pipeline.rows import flat
-from pipeline.supervised.dpo_data import CHOSEN, PARTNER, REJECTED, Answers, DPOEncoder, KTOEncoder
+from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, Answers, DPOEncoder
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
-BOTH = (CHOSEN, REJECTED)
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
-"""Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and how many pairs
-(for KTO answers) the rewards have on the right side."""
+"""Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and pairs whose
+rewards are on the right side."""
 MEASURED = (
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected"),
@@ -37,18 +36,15 @@ MEASURED = (
 
 
 class DPOLoop(SupervisedLoop[DPOConfig]):
-    """One train worker, for losses of pairs."""
+    """One train worker."""
 
     encoder = DPOEncoder
     measured = SUMS
     first_pass = True
-    scored: tuple[tuple[str, ...], ...] = (BOTH,)
-    """Sides of which the reference's log-probs are needed, by the passes that give them."""
 
     def __init__(self, settings: Settings[DPOConfig]) -> None:
         self.loss = get_preference_loss(settings.config.loss.type)
         self._dropped = 0.0
-        self._kl = torch.zeros(())
         super().__init__(settings)
 
     def load(self) -> Policy:
@@ -66,7 +62,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
     def keep_reference(self) -> None:
         """Read the first pass and keep the start model's log-probs of its answers; a collective."""
-        numbers, scores = [np.zeros(0, dtype=np.int64)], [np.zeros((0, sum(map(len, self.scored))))]
+        numbers, scores = [np.zeros(0, dtype=np.int64)], [np.zeros((0, len(SIDES)))]
         tokens, start = 0, time.perf_counter()
         while (table := self.rows.next("rows for the reference")) is not None:
             numbers.append(table["row"].to_numpy())
@@ -77,106 +73,71 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         row = torch.from_numpy(np.concatenate(numbers)).to(self.device)
         size = int(self._reduce(int(row.max()) + 1 if len(row) else 0, dist.ReduceOp.MAX))
         found = torch.from_numpy(np.concatenate(scores)).to(self.device)
-        # Where the last batch begins the next epoch a row comes twice.
+        # If the last batch begins the next epoch, a row comes twice.
         times = found.new_zeros(size, 1).index_add_(0, row, found.new_ones(len(row), 1))
         sums = found.new_zeros(size, found.shape[1]).index_add_(0, row, found)
         dist.all_reduce(times)
         dist.all_reduce(sums)
-        self.reference = (sums / times).cpu().numpy()  # NaN where a row never came
+        self.reference = (sums / times).cpu().numpy()  # NaN for a row that never came
         if self.val_rows is not None:
             self.val_rows = self._with_reference(self.val_rows, self.score(self.val_rows))
 
-    def score(self, table: pa.Table) -> np.ndarray:
-        """Log-probs of the `scored` answers of each row, [R, S] float64, 0 for absent ones; a collective."""
-        return np.concatenate([self._score(table, sides) for sides in self.scored], axis=1)
-
     @torch.no_grad()
-    def _score(self, table: pa.Table, sides: tuple[str, ...]) -> np.ndarray:
+    def score(self, table: pa.Table) -> np.ndarray:
+        """Log-probs of both answers of each row, [R, 2] float64, 0 for absent ones; a collective."""
         self.model.eval()
-        scores = np.zeros((len(table), len(sides)))
-        for index in self.micro_batches(self._lengths(table, sides)):
-            answers, log_probs, _ = self._forward(table.take(pa.array(index, pa.int64())), sides)
+        scores = np.zeros((len(table), len(SIDES)))
+        for index in self.micro_batches(self.lengths(table)):
+            answers, log_probs, _ = self._forward(table.take(pa.array(index, pa.int64())))
             scores[np.asarray(index, dtype=np.int64)[answers.row], answers.side] = log_probs.cpu().numpy()
         return scores
 
     def _with_reference(self, table: pa.Table, scores: np.ndarray) -> pa.Table:
-        for number, side in enumerate(side for sides in self.scored for side in sides):
+        for number, side in enumerate(SIDES):
             table = table.append_column(f"ref_{side}", pa.array(scores[:, number]))
         return table
 
     # The update.
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """One optimiser step; `dropped` counts the rows left out so far."""
+        """Take one optimiser step; `dropped` counts the rows left out so far."""
         row = table["row"].to_numpy()
         scores = self.reference[row[row < len(self.reference)]]
         if len(scores) < len(row) or not np.isfinite(scores).all():
             raise RuntimeError("a row came that the first pass did not have; did a file change while it was read?")
-        table = self._with_reference(table, scores)
-        self.prepare(table)
-        metrics = super().step(table)
+        metrics = super().step(self._with_reference(table, scores))
         self._dropped += metrics["dropped"]
         return metrics | {"dropped": self._dropped}
 
-    def validate(self, table: pa.Table) -> dict[str, float]:
-        """The metrics of all ranks' rows."""
-        self.prepare(table)
-        return super().validate(table)
-
-    def prepare(self, table: pa.Table) -> None:
-        """What the loss needs of the whole global batch before its first forward pass; a collective."""
-        return
-
     def count(self, table: pa.Table) -> int:
-        return sum(int(np.count_nonzero(np.diff(flat(table, f"{side}_ids")[1]))) for side in self.counted)
-
-    counted: tuple[str, ...] = (CHOSEN,)
-    """Sides whose answers the loss is divided by."""
-
-    def lengths(self, table: pa.Table) -> list[int]:
-        return self._lengths(table, BOTH)
+        return int(np.count_nonzero(np.diff(flat(table, f"{CHOSEN}_ids")[1])))
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
         config = self.config.loss
         part = table.take(pa.array(index, pa.int64()))
-        answers, log_probs, tokens = self._forward(part, BOTH)
+        answers, log_probs, tokens = self._forward(part)
         chosen, rejected = (torch.from_numpy(np.flatnonzero(answers.side == side)).to(self.device) for side in (0, 1))
-        columns = np.stack([part[f"ref_{side}"].to_numpy() for side in BOTH], axis=1)
+        columns = np.stack([part[f"ref_{side}"].to_numpy() for side in SIDES], axis=1)
         ratios = log_probs - torch.from_numpy(columns[answers.row, answers.side]).to(self.device)
-        margin = part["margin"].to_numpy()[answers.row[answers.side == 0]].astype(np.float64)
         data = PreferenceInput(
             chosen=ratios[chosen],
             rejected=ratios[rejected],
             chosen_tokens=tokens[chosen],
             rejected_tokens=tokens[rejected],
-            margin=torch.from_numpy(margin).to(self.device),
-            kl=self._kl.to(self.device),
         )
         loss = checked(self.loss, data, self.loss.function(data, config)).sum()
-        if config.rpo_alpha:
-            loss = loss - config.rpo_alpha * (log_probs[chosen] / data.chosen_tokens.clamp(min=1)).sum()
         counts = loss.new_tensor([len(np.unique(answers.row)), len(chosen), len(rejected)])
         values = (
             *(config.beta * data.chosen, config.beta * data.rejected),
-            *(log_probs[chosen], log_probs[rejected], self._correct(data)),
+            *(log_probs[chosen], log_probs[rejected], _correct(data)),
         )
         return torch.cat([loss[None], counts, torch.stack([value.detach().sum() for value in values])])
 
-    def _correct(self, data: PreferenceInput) -> Tensor:
-        """[C] 1 for each pair whose chosen answer has the larger reward, half where both are equal; for single answers
-        [C + R] 1 where the reward is on the right side of the KL, half where it is equal."""
-        leads = (
-            data.chosen - data.rejected
-            if self.loss.paired
-            else torch.cat([data.chosen - data.kl, data.kl - data.rejected])
-        )
-        return (torch.sign(leads.detach()) + 1) / 2
-
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """The metrics, without means where there is nothing to take them of."""
+        """Compute the metrics; means over nothing are left out."""
         found = dict(zip(SUMS, sums, strict=True))
         metrics = {"loss": found["loss"] / total} if total else {}
-        for side in BOTH:
+        for side in SIDES:
             if found[side]:
                 metrics[f"rewards/{side}"] = found[f"{side}_reward"] / found[side]
                 metrics[f"logps/{side}"] = found[f"{side}_logp"] / found[side]
@@ -198,21 +159,21 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The forward pass.
 
     def _packs(self, answers: Answers, members: list[int]) -> list[list[int]]:
-        """The packs of a row's answers: one, if they share a copy of their prompt."""
+        """Return the packs of a row's answers: one, if they share a copy of their prompt."""
         return share_prefixes(answers.tokens, members, self.config.trainer.max_token_len_per_gpu, self._shared)
 
-    def _lengths(self, table: pa.Table, sides: tuple[str, ...]) -> list[int]:
+    def lengths(self, table: pa.Table) -> list[int]:
         """Tokens of each row; padded, in a micro-batch in which it is the longest."""
-        answers = Answers.of(table, sides)
+        answers = Answers.of(table, SIDES)
         lengths = []
         for members in answers.of_row(len(table)):
             of_packs = answers.tokens.pack_lengths(self._packs(answers, members))
             lengths.append(sum(of_packs) if self.packed else len(of_packs) * max(of_packs, default=0))
         return lengths
 
-    def _forward(self, part: pa.Table, sides: tuple[str, ...]) -> tuple[Answers, Tensor, Tensor]:
+    def _forward(self, part: pa.Table) -> tuple[Answers, Tensor, Tensor]:
         """The answers of a micro-batch, and for each the sum [C] float64 of its log-probs and its learnt tokens [C]."""
-        answers = Answers.of(part, sides)
+        answers = Answers.of(part, SIDES)
         packs = [one for members in answers.of_row(len(part)) for one in self._packs(answers, members)]
         inputs = pack(answers.tokens, packs, read=answers.learnt, packed=self.packed).to(self.device)
         log_probs = self.model(
@@ -228,26 +189,6 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return answers, totals, torch.bincount(inputs.row_index, minlength=count)
 
 
-class KTOLoop(DPOLoop):
-    """One train worker, for losses of single answers, which read the KL of policy and reference."""
-
-    encoder = KTOEncoder
-    scored = (BOTH, (PARTNER,))
-    counted = BOTH
-
-    def prepare(self, table: pa.Table) -> None:
-        """Estimate the KL as the mean log ratio of the partners' answers of the global batch, at least 0."""
-        ratios = (self._score(table, (PARTNER,))[:, 0] - table[f"ref_{PARTNER}"].to_numpy())[
-            np.diff(flat(table, f"{PARTNER}_ids")[1]) > 0
-        ]
-        sums = torch.tensor([ratios.sum(), len(ratios)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        self._kl = (sums[0] / sums[1].clamp(min=1)).clamp(min=0).cpu()
-
-
-def loop_of(loss: str) -> type[DPOLoop]:
-    """The train worker of `loss.type`.
-
-    Raises ValueError if there is no such loss.
-    """
-    return DPOLoop if get_preference_loss(loss).paired else KTOLoop
+def _correct(data: PreferenceInput) -> Tensor:
+    """[C] 1 for each pair whose chosen answer has the larger reward, half if both are equal."""
+    return (torch.sign((data.chosen - data.rejected).detach()) + 1) / 2

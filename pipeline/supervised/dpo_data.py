@@ -1,13 +1,8 @@
-"""Preferences as token rows: one prompt, and the answers to it.
-
-A pair has two answers, `chosen` and `rejected`. A row of a file for KTO has one answer and a label; it stands on the
-side that the label names, and the other one is empty.
+"""Pairs as token rows: one prompt, and the answers `chosen` and `rejected` to it.
 
 1. A prompt is tokenised as when the policy generates, and each answer of the assistant apart from what stands before it
    (`sft.py`). So both sides follow the same tokens.
 2. Each row has its number in the files, by which the log-probs of the reference are kept (`dpo.py`).
-3. For KTO a row also has the answer of another row, the next one in the file with another prompt: its `partner`. It is
-   the same in every epoch and for any number of workers.
 """
 
 from typing import Any, NamedTuple
@@ -17,44 +12,40 @@ import pyarrow as pa
 
 from pipeline.cells import values
 from pipeline.config.preference import DPODataConfig
-from pipeline.conversations import Messages, may_be_messages
+from pipeline.conversations import Messages
 from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.special_tokens import Spellings
 from pipeline.prompts.parquet import Slice
 from pipeline.rows import INTS, flat
 from pipeline.supervised.data import Encoder, RowGroup
-from pipeline.supervised.preference import PreferenceEncoder, cell_messages, check_margin, prompt_messages
+from pipeline.supervised.preference import cell_messages, check_sides, prompt_messages
 
-CHOSEN, REJECTED, PARTNER = SIDES = ("chosen", "rejected", "partner")
+CHOSEN, REJECTED = SIDES = ("chosen", "rejected")
 _MASK = pa.list_(pa.int8())
 SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
         ("prompt_ids", INTS),
-        *[column for side in (CHOSEN, REJECTED) for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
-        ("margin", pa.float32()),
+        *[column for side in SIDES for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
     ]
 )
 """An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
-KTO_SCHEMA = pa.schema([*SCHEMA, (f"{PARTNER}_ids", INTS), (f"{PARTNER}_mask", _MASK)])
 
-ROW, PARTNER_CELL = "row number", "partner's answer"
-"""Columns that `whole` adds."""
+ROW = "row number"
+"""Column that `whole` adds."""
 
 Segments = list[tuple[str, bool]]
-"""An answer as text, and whether it is learnt."""
+"""Texts of an answer, each with True if it is learnt."""
 
 
 class DPOEncoder(Encoder[DPODataConfig]):
-    """Turns pairs into rows of `SCHEMA`."""
+    """Encoder of pairs as rows of `SCHEMA`."""
 
     schema = SCHEMA
-    whole_conversation = "where the column holds the whole conversation, set data.prompt_key=null"
-    """What to do about an answer that begins with another message than the assistant's."""
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
-        """As `Encoder.find_row_groups`; also reads all rows, and refuses one without a prompt or an answer."""
+        """Find as `Encoder.find_row_groups` does; also read all rows, and refuse one without a prompt or an answer."""
         groups = super().find_row_groups(paths, key, data)
         encoder = cls(None, data)
         columns = [name for name in encoder.columns() if name]
@@ -62,15 +53,15 @@ class DPOEncoder(Encoder[DPODataConfig]):
             for part, batch in group.file.read([Slice(group.number, 0, group.rows)], columns):
                 places = [f"{key}: {group.file.place(part.row_group, row)}" for row in range(part.start, part.stop)]
                 for row, place in zip(values(batch, places), places, strict=True):
-                    encoder.row(row | {PARTNER_CELL: None}, place)
+                    encoder.answers(row, place)
         return groups
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: DPODataConfig) -> None:
-        PreferenceEncoder.check(schema, where, data)
+        check_sides(schema, where, data)
 
     def columns(self) -> list[str | None]:
-        return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
+        return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key]
 
     def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
         return rows.append_column(ROW, pa.array(np.arange(group.first, group.first + len(rows))))
@@ -81,7 +72,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         spellings: list[Spellings] = []
         learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
         for row, place in zip(values(rows, places), places, strict=True):
-            margin, prompt, answers = self.row(row, place)
+            prompt, answers = self.answers(row, place)
             spelled = self.spellings((prompt, *answers.values()), place)
             opening = self.write(spelled, prompt, True, place)
             first = len(texts)
@@ -96,20 +87,14 @@ class DPOEncoder(Encoder[DPODataConfig]):
                     texts.append(text)
                     learnt[-1].append((side, of_assistant))
             spellings += [spelled] * (len(texts) - first)
-            encoded.append({"row": row[ROW], "margin": margin})
+            encoded.append({"row": row[ROW]})
         tokens = iter(self.special.encode(texts, spellings))
         for line, sides, place in zip(encoded, learnt, places, strict=True):
             line |= self._fitted(next(tokens), [(*side, next(tokens)) for side in sides], place)
         return pa.Table.from_pylist(encoded, schema=self.schema)
 
-    def row(self, row: dict[str, Any], place: str) -> tuple[float, Messages, dict[str, Messages]]:
-        """The margin of a row, its prompt, and its answers by side; raises ValueError as `answers`."""
-        margin = row[self.data.margin_key] if self.data.margin_key else 0.0
-        check_margin(margin, f"{place}, column {self.data.margin_key!r}")
-        return margin, *self.answers(row, place)
-
     def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
-        """The prompt of a row and its answers by side.
+        """Read the prompt of a row and its answers by side.
 
         Raises:
             ValueError: a side is missing, or both are equal, or they have no prompt.
@@ -129,7 +114,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         same = 0
         while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
             same += 1
-        # The sides part where the assistant begins to answer.
+        # The sides part at the beginning of the assistant's answer.
         while same and not all(_begins_answer(side, same) for side in (chosen, rejected)):
             same -= 1
         if not same:
@@ -149,11 +134,14 @@ class DPOEncoder(Encoder[DPODataConfig]):
     def _behind_prompt(self, answer: Messages, place: str) -> Messages:
         first = answer[0]["role"]
         if first != "assistant":
-            raise ValueError(f"{place}: the answer begins with a message of role {first!r}; {self.whole_conversation}.")
+            raise ValueError(
+                f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
+                "conversation, set data.prompt_key=null."
+            )
         return answer
 
     def _segments(self, spellings: Spellings, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
-        """The text of an answer, with stand-ins, behind the `opening`, the rendered prompt."""
+        """Render the text of an answer, with stand-ins, after the `opening`, the rendered prompt."""
         segments: Segments = []
         done = opening
         for number, message in enumerate(answer):
@@ -172,7 +160,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         return segments
 
     def _fitted(self, prompt: list[int], segments: list[tuple[str, bool, list[int]]], place: str) -> dict[str, Any]:
-        """The columns of tokens of one row."""
+        """Return the token columns of one row."""
         ids: dict[str, list[int]] = {side: [] for side in SIDES}
         mask: dict[str, list[int]] = {side: [] for side in SIDES}
         for side, of_assistant, part in segments:
@@ -191,94 +179,15 @@ class DPOEncoder(Encoder[DPODataConfig]):
         if excess > 0 and truncation == "drop":
             return {"prompt_ids": [], **{f"{side}_{kind}": [] for side in SIDES for kind in ("ids", "mask")}}
         prompt = prompt[max(0, excess) :]
-        room = limit - len(prompt)
-        # Only a partner may be longer.
-        tokens = {f"{side}_ids": part[:room] for side, part in ids.items()}
-        return {"prompt_ids": prompt, **tokens, **{f"{side}_mask": part[:room] for side, part in mask.items()}}
-
-
-class KTOEncoder(DPOEncoder):
-    """Turns pairs, or single answers with labels, into rows of `KTO_SCHEMA`."""
-
-    schema = KTO_SCHEMA
-    whole_conversation = "move the messages before the answer into the column of the prompt"
-
-    @classmethod
-    def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
-        """As `Encoder.find_row_groups`; training files must hold good and bad answers."""
-        groups = super().find_row_groups(paths, key, data)
-        labels: set[Any] = set()
-        for group in groups:
-            column = data.label_key
-            if data.completion_key not in group.file.columns:
-                return groups
-            for _, batch in group.file.read([Slice(group.number, 0, group.rows)], [column]):
-                labels |= set(batch.column(column).unique().cast(pa.bool_()).to_pylist())
-            if {True, False} <= labels:
-                break
-        if key == "data.train_files" and groups and not {True, False} <= labels:
-            has = "good" if True in labels else "bad"
-            raise ValueError(
-                f"{key} {paths}: column {column!r} marks every answer as {has}, and KTO learns from good and bad ones; "
-                "give both, or name another column with data.label_key."
-            )
-        return groups
-
-    @staticmethod
-    def check(schema: pa.Schema, where: str, data: DPODataConfig) -> None:
-        names = ", ".join(schema.names)
-        if data.prompt_key not in schema.names:
-            raise ValueError(
-                f"{where} has no column {data.prompt_key!r}, but {names}; KTO sets answers behind the prompts of other "
-                "rows, so the prompt needs a column, named with data.prompt_key."
-            )
-        if data.completion_key not in schema.names:
-            PreferenceEncoder.check(schema, where, data)
-            return
-        if data.label_key not in schema.names:
-            raise ValueError(f"{where} has no column {data.label_key!r}, but {names}; name it with data.label_key.")
-        kind = schema.field(data.label_key).type
-        if not pa.types.is_boolean(kind) and not pa.types.is_integer(kind):
-            raise ValueError(
-                f"{where} has a column {data.label_key!r} of type {kind} where true and false, or 1 and 0, are needed."
-            )
-        for key in (data.prompt_key, data.completion_key):
-            kind = schema.field(key).type
-            if not may_be_messages(kind):
-                raise ValueError(
-                    f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
-                )
-
-    def columns(self) -> list[str | None]:
-        return [*super().columns(), self.data.completion_key, self.data.label_key]
-
-    def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
-        single = self.data.completion_key in rows.column_names
-        answers = rows[self.data.completion_key if single else self.data.chosen_key]
-        partners = pa.array(_next_other(rows[self.data.prompt_key].to_pylist()), pa.int64())
-        return super().whole(rows, group).append_column(PARTNER_CELL, answers.take(partners))
-
-    def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
-        data = self.data
-        if data.completion_key in row:
-            label = row.get(data.label_key)
-            if label not in (0, 1):
-                raise ValueError(f"{place}, column {data.label_key!r}: {label!r} is neither true nor false.")
-            where = f"{place}, column {data.completion_key!r}"
-            answer = self._behind_prompt(answer_messages(row[data.completion_key], where), where)
-            prompt, answers = self._prompt(row, place), {CHOSEN if label else REJECTED: answer}
-        else:
-            prompt, answers = super().answers(row, place)
-        if row[PARTNER_CELL] is not None:
-            answers[PARTNER] = answer_messages(row[PARTNER_CELL], f"{place}, the answer of its partner")
-        return prompt, answers
+        tokens = {f"{side}_ids": part for side, part in ids.items()}
+        return {"prompt_ids": prompt, **tokens, **{f"{side}_mask": part for side, part in mask.items()}}
 
 
 def answer_messages(value: Any, place: str) -> Messages:
-    """A cell as messages that end with an answer of the assistant.
+    """Read a cell as messages that end with an answer of the assistant.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it does not hold an answer.
     """
     if value is None or value in ("", []):
         raise ValueError(f"{place}: there is no answer; remove the row, or give one.")
@@ -292,36 +201,25 @@ def answer_messages(value: Any, place: str) -> Messages:
 
 
 def _begins_answer(messages: Messages, place: int) -> bool:
-    """Whether an answer begins at a place, behind a message of another role."""
+    """Return whether an answer begins at a place, after a message of another role."""
     roles = [message["role"] for message in messages[place - 1 : place + 1]]
     return len(roles) == 2 and roles[1] == "assistant" != roles[0]
 
 
-def _next_other(prompts: list[Any]) -> list[int | None]:
-    """For each row the next one, after the last row the first, that has another prompt; None where there is none."""
-    count = len(prompts)
-    found: list[int | None] = [None] * count
-    # Twice over the rows from behind: the second time around knows what follows the last row.
-    for place in range(2 * count - 2, -1, -1):
-        row, after = place % count, (place + 1) % count
-        found[row] = found[after] if prompts[after] == prompts[row] else after
-    return found
-
-
 class Answers(NamedTuple):
-    """C answers of the rows of a table, as contexts behind their prompts."""
+    """C answers of the rows of a table, as contexts after their prompts."""
 
     tokens: TokenBatch
     learnt: np.ndarray
-    """[N] bool, tokens of the assistant."""
+    """[N] bool, true for tokens of the assistant."""
     row: np.ndarray
     """[C] int64, ascending: number of each answer's row in the table."""
     side: np.ndarray
-    """[C] int64, the index of each answer's side in the sides asked for."""
+    """[C] int64, the index of each answer's side in the requested sides."""
 
     @classmethod
     def of(cls, table: pa.Table, sides: tuple[str, ...]) -> "Answers":
-        """The answers of these sides, row by row; absent ones are left out."""
+        """Collect the answers of these sides, row by row; absent ones are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
         ids, offsets = zip(*(flat(table, f"{side}_ids") for side in sides), strict=True)
         masks = [flat(table, f"{side}_mask")[0] for side in sides]
@@ -341,6 +239,6 @@ class Answers(NamedTuple):
         return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
 
     def of_row(self, rows: int) -> list[list[int]]:
-        """The answers of each of the table's rows."""
+        """Return the answers of each of the table's rows."""
         ends = np.searchsorted(self.row, np.arange(rows + 1))
         return [list(range(ends[row], ends[row + 1])) for row in range(rows)]

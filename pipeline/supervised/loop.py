@@ -1,4 +1,4 @@
-"""The train worker of `jobs.sft` and `jobs.reward_model`: Ray Train, FSDP2 and Ray Data.
+"""The train worker of the supervised jobs (`jobs.sft`, `jobs.reward_model`, `jobs.dpo`): Ray Train, FSDP2 and Ray Data.
 
 1. The loss is a mean over the global batch: a sum per micro-batch, divided by the count over all ranks, and added up by
    FSDP. So neither ranks nor micro-batches change the result.
@@ -42,12 +42,12 @@ from pipeline.train.optim import build_optimizer, build_scheduler
 
 C = TypeVar("C", bound=SupervisedConfig)
 NOTES = "training_notes.txt"
-"""In the folder of a trained model: what was chosen for it, if that is not what its settings say."""
+"""File in the folder of a trained model with the choices for it that differ from its settings."""
 
 
 @dataclass(frozen=True)
 class Settings(Generic[C]):
-    """What every train worker gets from the driver; `progress` is the actor that takes `post(dict)`."""
+    """The arguments of every train worker; `progress` is the actor that takes `post(dict)`."""
 
     loop: "type[SupervisedLoop[C]]"
     config: C
@@ -66,9 +66,9 @@ class SupervisedLoop(ABC, Generic[C]):
     """One train worker. A subclass defines the model and its loss.
 
     Attributes:
-        encoder: turns rows of files into token rows.
+        encoder: class of the encoder of rows as token rows.
         measured: names of the metrics that `sums` returns; the first one is the loss.
-        packed: whether rows stand end to end in a micro-batch, without padding.
+        packed: whether a micro-batch joins rows end to end, without padding.
         first_pass: whether the worker reads the first epoch's rows once more, before it trains; their data set is
             `first_pass`.
     """
@@ -106,7 +106,8 @@ class SupervisedLoop(ABC, Generic[C]):
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
 
     def open(self, name: str) -> TimedIterator:
-        """This rank's blocks of the data set `name`. Only one is open at a time: each holds a CPU for its reader."""
+        """Open this rank's blocks of the data set `name`. Only one is open at a time: each holds a CPU for its
+        reader."""
         blocks = ray.train.get_dataset_shard(name).iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=1
         )
@@ -115,20 +116,21 @@ class SupervisedLoop(ABC, Generic[C]):
 
     @abstractmethod
     def load(self) -> Pretrained:
-        """The model, whose slices every rank of `mesh` has read."""
+        """Load the model; every rank of `mesh` reads its slices."""
 
     @abstractmethod
     def count(self, table: pa.Table) -> int:
-        """The number by which sums over these rows are divided, such as their learnt tokens."""
+        """Return the divisor of sums over these rows, such as the number of their learnt tokens."""
 
     @abstractmethod
     def lengths(self, table: pa.Table) -> list[int]:
-        """Tokens of each row in a micro-batch in which it is the longest, padding included unless rows are `packed`."""
+        """Return the tokens of each row in a micro-batch in which it is the longest, padding included unless rows are
+        `packed`."""
 
     @abstractmethod
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        """Sums [K] float32 of the `measured` metrics over the rows `index`, which may be empty; only the loss has a
-        gradient."""
+        """Compute sums [K] float32 of the `measured` metrics over the rows `index`, which may be empty; only the loss
+        has a gradient."""
 
     def run(self) -> None:
         """Take all steps, then validate and save the model."""
@@ -154,37 +156,37 @@ class SupervisedLoop(ABC, Generic[C]):
         self.save()
 
     def tokens(self, table: pa.Table) -> int:
-        """About how many tokens all ranks' rows have, by this rank's."""
+        """Estimate the tokens of all ranks' rows from this rank's."""
         columns = [table[name] for name in table.column_names if name.endswith("_ids")]
         return self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """Take one optimiser step on this rank's rows; the metrics of the global batch."""
+        """Take one optimiser step on this rank's rows; returns the metrics of the global batch."""
         self.optimizer.zero_grad(set_to_none=True)
         total, metrics = self._pass(table, learn=True)
         norm = clip_grad_norm(self.model.parameters(), self.config.trainer.grad_clip)
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}; lower optim.lr or compute in float32")
-        # With nothing to learn the gradient is zero, and a step would still decay the weights.
+        # Without anything to learn the gradient is zero, and a step would still decay the weights.
         if total:
             self.optimizer.step()
         self.scheduler.step()
         return {**metrics, "grad_norm": norm}
 
     def validate(self, table: pa.Table) -> dict[str, float]:
-        """The metrics of all ranks' rows."""
+        """Compute the metrics of all ranks' rows."""
         with torch.no_grad():
             return self._pass(table, learn=False)[1]
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """The metrics of `rows` rows of all ranks, from their sums and counts over all ranks."""
+        """Compute the metrics of `rows` rows of all ranks, from their sums and counts over all ranks."""
         return {name: value / max(total, 1.0) for name, value in zip(self.measured, sums, strict=True)}
 
     def save(self) -> None:
         """Save the model and its tokenizer.
 
         Raises:
-            NotSavedError: `out` cannot be written; the message says which folder has the model, if another one can.
+            NotSavedError: `out` cannot be written; if the model is in another folder instead, the message names it.
         """
         out = Path(self.config.out or "")
         save = self._saver(save_hf)
@@ -199,19 +201,19 @@ class SupervisedLoop(ABC, Generic[C]):
             raise NotSavedError(rescue(save, folders, str(error))) from error
 
     def _saver(self, save: Callable[..., None]) -> Callable[[str | Path], None]:
-        """`save_hf` or `try_save` for this model, into a folder."""
-        # A reward model generates nothing.
+        """Return `save_hf` or `try_save` for this model, as a function of a folder."""
+        # A reward model does not generate.
         ends = self.ends if self.model.lm.can_generate() else ()
         return partial(save, self.model, self.tokenizer, ends=ends)
 
     def check_kept(self, dropped: float, rows: str) -> None:
-        """Raises RuntimeError if all rows of the run, which are called `rows`, were left out."""
+        """Raise RuntimeError if all rows of the run, which are called `rows`, were left out."""
         data = self.config.data
         if dropped == self.settings.steps * data.train_batch_size:
             raise RuntimeError(f"all {rows} were left out: none fits into data.max_length={data.max_length}; raise it")
 
     def _pass(self, table: pa.Table, learn: bool) -> tuple[float, dict[str, float]]:
-        """All ranks' count and metrics; gradients are added up if `learn`.
+        """Compute all ranks' count and metrics; gradients are added up if `learn`.
 
         Every rank runs equally many micro-batches, as FSDP needs.
         """
@@ -227,7 +229,7 @@ class SupervisedLoop(ABC, Generic[C]):
         return total, self.means(sums.tolist(), total, int(self._reduce(len(table), dist.ReduceOp.SUM)))
 
     def micro_batches(self, lengths: list[int]) -> list[list[int]]:
-        """Rows of each micro-batch, for rows of these lengths; equally many on every rank."""
+        """Return the rows of each micro-batch, for rows of these lengths; equally many micro-batches on every rank."""
         budget = self.config.trainer.max_token_len_per_gpu
         parts = int(self._reduce(minimum_parts(lengths, budget, packed=self.packed), dist.ReduceOp.MAX))
         return split_micro_batches(lengths, budget, parts, packed=self.packed)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pipeline.cells import from_json, values
-from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.config.supervised import PairDataConfig, PreferenceConfig, PreferenceDataConfig
 from pipeline.conversations import Messages, begun_answer, may_be_messages, read_messages
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
@@ -30,25 +30,15 @@ MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 class PreferenceEncoder(Encoder[PreferenceDataConfig]):
-    """Turns pairs into rows of `SCHEMA`."""
+    """Encoder of pairs as rows of `SCHEMA`."""
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: PreferenceDataConfig) -> None:
-        names = ", ".join(schema.names)
-        for setting in ("chosen_key", "rejected_key", "prompt_key", "margin_key"):
-            key = getattr(data, setting)
-            optional = setting in ("prompt_key", "margin_key")
-            if (optional and not key) or (setting == "prompt_key" and key not in schema.names):
-                continue
-            if key not in schema.names:
-                raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
-            kind = schema.field(key).type
-            if setting == "margin_key":
-                needed = None if pa.types.is_integer(kind) or pa.types.is_floating(kind) else "numbers are"
-            else:
-                needed = None if may_be_messages(kind) else "a list of {role, content} or text is"
-            if needed:
-                raise ValueError(f"{where} has a column {key!r} of type {kind} where {needed} needed.")
+        check_sides(schema, where, data)
+        if key := data.margin_key:
+            kind = _column(schema, where, key, "margin_key")
+            if not pa.types.is_integer(kind) and not pa.types.is_floating(kind):
+                raise ValueError(f"{where} has a column {key!r} of type {kind} where numbers are needed.")
 
     def columns(self) -> list[str | None]:
         return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
@@ -71,7 +61,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
     def _side(
         self, rows: list[dict[str, Any]], key: str, prompts: list[Messages | None], places: list[str]
     ) -> list[list[int]]:
-        """Tokens of one side of each pair."""
+        """Encode the tokens of one side of each pair."""
         limit = self.data.max_length
         places = [f"{place}, column {key!r}" for place in places]
         texts, spellings = [], []
@@ -110,14 +100,35 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         return [ids[-limit:] for ids in tokens] if self.data.truncation == "left" else tokens
 
 
+def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
+    """Raise ValueError if a file has no columns of pairs, or these hold no messages; `where` names the file."""
+    for setting in ("chosen_key", "rejected_key", "prompt_key"):
+        key = getattr(data, setting)
+        if setting == "prompt_key" and key not in schema.names:
+            continue
+        kind = _column(schema, where, key, setting)
+        if not may_be_messages(kind):
+            raise ValueError(
+                f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+            )
+
+
+def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataType:
+    """The type of a column."""
+    if key not in schema.names:
+        names = ", ".join(schema.names)
+        raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
+    return schema.field(key).type
+
+
 def check_margin(margin: float | None, place: str) -> None:
-    """Raise ValueError if a margin is no finite number."""
+    """Raise ValueError if a margin is not a finite number."""
     if margin is None or not math.isfinite(margin):
         raise ValueError(f"{place}: the margin is {margin}, not a finite number.")
 
 
 def cell_messages(value: Any, role: str, place: str) -> Messages:
-    """A cell as messages; text is one message of `role`, unless it is the JSON of messages."""
+    """Read a cell as messages; text is one message of `role`, unless it is the JSON of messages."""
     if isinstance(value, str):
         found: Any = None
         with suppress(ValueError):
@@ -130,7 +141,7 @@ def cell_messages(value: Any, role: str, place: str) -> Messages:
 
 
 def prompt_messages(value: Any, place: str) -> Messages:
-    """A cell as the messages of a prompt; text is the user's. Raises ValueError if an answer ends them."""
+    """Read a cell as the messages of a prompt; text is the user's. Raises ValueError if an answer ends them."""
     messages = cell_messages(value, "user", place)
     if begun_answer(messages) is not None:
         raise ValueError(
@@ -141,12 +152,12 @@ def prompt_messages(value: Any, place: str) -> Messages:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """Sums of the `MEASURED` metrics over N pairs, [5]; only the first, the loss, has a gradient.
+    """Compute sums of the `MEASURED` metrics over N pairs, [5]; only the first, the loss, has a gradient.
 
     Args:
         chosen: [N] rewards of the preferred sides.
         rejected: [N] rewards of the others. A pair of equal rewards counts as half correct.
-        margin: [N], by how much `chosen` should exceed `rejected`.
+        margin: [N], amounts by which `chosen` should exceed `rejected`.
     """
     lead = chosen - rejected
     loss = -logsigmoid(lead - margin).sum()
@@ -156,16 +167,16 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
 
 
 def kept_pairs(table: pa.Table) -> pa.Table:
-    """The pairs that have tokens."""
+    """Return the pairs that have tokens."""
     return table.filter(pc.greater(pc.list_value_length(table["chosen_ids"]), 0))
 
 
 def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor]:
-    """The micro-batch of the pairs `index` that have tokens.
+    """Build the micro-batch of the pairs `index` that have tokens.
 
     Returns:
-        2 N sequences, the preferred sides first, and margins [N]. No pairs give one row of one padding token, and N = 0
-        margins.
+        2 N sequences, the preferred sides first, and margins [N]. Without pairs, one row of one padding token, and N =
+        0 margins.
     """
     pairs = kept_pairs(table.take(pa.array(index, pa.int64())))
     rows = lists([*pairs["chosen_ids"], *pairs["rejected_ids"]])
@@ -211,14 +222,14 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         return bradley_terry(rewards[:pairs], rewards[pairs : 2 * pairs], margin)
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """One optimiser step; `dropped` counts the pairs left out so far."""
+        """Take one optimiser step; `dropped` counts the pairs left out so far."""
         metrics = super().step(table)
         self._dropped += metrics["dropped"]
         self._last_tokens |= {int(row[-1]) for row in kept_pairs(table)["chosen_ids"]}
         return metrics | {"dropped": self._dropped}
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """The metrics, without means where every pair was left out."""
+        """Compute the metrics; without any kept pair, means are left out."""
         return {**(super().means(sums, total, rows) if total else {}), "dropped": rows - total}
 
     def save(self) -> None:
@@ -229,8 +240,8 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         """
         self.check_kept(self._dropped, "pairs")
         if self.model.is_decoder:
-            # `transformers` scores the last token that is not padding. Where conversations end with the pad token no
-            # id will do, and without one it refuses batches instead of scoring another token.
+            # `transformers` scores the last token that is not padding. If conversations end with the pad token, no id
+            # fits; without an id it refuses batches instead of scoring another token.
             pad_token: Any = self.tokenizer.pad_token_id
             ends_with_pad = pad_token in self._last_tokens
             self.model.lm.config.get_text_config().pad_token_id = None if ends_with_pad else pad_token

@@ -1,11 +1,11 @@
 """Supervised fine-tuning: the mean negative log-prob of the learnt messages' tokens over the global batch, in nats.
 
-1. Each answer of the assistant is tokenised apart from what stands before it, as when the policy generates: no token
-   spans the border. So every answer follows the tokens that it follows in an episode, tool results included.
+1. Each answer of the assistant is tokenised separately from the text before it, as when the policy generates: no token
+   spans the border. So every answer follows the same tokens as in an episode, tool results included.
 2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do, or OpenAI's `weight`): with 0 an
-   answer is context alone.
-3. A template that changes earlier answers, as those do that leave out thinking, may do so before the first answer that
-   is learnt: the model then reads what it reads when it is served. After that one the conversation is refused.
+   answer is only context.
+3. A template may change earlier answers, for example leave out their thinking. It may do so before the first learnt
+   answer: then the model reads the same text as when it is served. After that answer the conversation is refused.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
-"""Two lists of equal length; the mask is 1 where the token is the assistant's."""
+"""Two lists of equal length; the mask is 1 for the assistant's tokens."""
 
 
 class SFTEncoder(Encoder[SFTDataConfig]):
-    """Turns conversations into rows of `SCHEMA`."""
+    """Encoder of conversations as rows of `SCHEMA`."""
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: SFTDataConfig) -> None:
@@ -78,7 +78,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         return pa.Table.from_pylist(encoded, schema=SCHEMA)
 
     def _template_arguments(self, row: dict[str, Any], place: str) -> dict[str, Any]:
-        """What a row adds to the arguments of the chat template."""
+        """Return the template arguments that a row adds."""
         arguments: dict[str, Any] = {}
         key = self.data.tools_key
         tools = read_tools(row.get(key), f"{place}, column {key!r}")
@@ -96,7 +96,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         return arguments
 
     def segments(self, row: dict[str, Any], place: str) -> tuple[list[tuple[str, bool]], Spellings]:
-        """The rendered conversation as (text with stand-ins, learnt) in order, and what the stand-ins stand for.
+        """Render a conversation as (text with stand-ins, learnt) in order; also returns the meaning of the stand-ins.
 
         Raises:
             ValueError: it cannot be learnt; the sentence begins with `place`.
@@ -116,7 +116,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             if learnt[number]:
                 self.check_answer(messages[: number + 1], spellings.show(whole), place, **arguments)
             if not prompt.startswith(done) and not any(taught for _, taught in segments):
-                # What the template changes is context alone.
+                # The template changes only context here.
                 segments, done = [], ""
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise ValueError(
@@ -142,10 +142,10 @@ class SFTEncoder(Encoder[SFTDataConfig]):
 
 
 def take_learnt(message: dict[str, Any], place: str) -> bool:
-    """Whether a message is learnt; takes out the field that says so, which is not the template's.
+    """Return whether a message is learnt, and remove the field for it, which the template does not know.
 
     Raises:
-        ValueError: the field is not 0, 1, true or false, or wants another message than an answer to be learnt.
+        ValueError: the field is not 0, 1, true or false, or marks another message than an answer as learnt.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -162,8 +162,8 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
 
 
 def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor, Tensor]:
-    """The micro-batch of the rows `index`, the flat positions [N] that predict the learnt tokens, and those tokens [N].
-    No rows give one padding token and N = 0."""
+    """Build the micro-batch of the rows `index`, the flat positions [N] that predict the learnt tokens, and those
+    tokens [N]. Without rows it has one padding token and N = 0."""
     rows = table.take(pa.array(index, pa.int64()))
     inputs = lay_out(lists(rows["input_ids"]), packed)
     masks = lists(rows["loss_mask"])

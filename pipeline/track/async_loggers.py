@@ -1,6 +1,6 @@
-"""The loggers of one run, each called in order from a background thread of its own.
+"""The loggers of one run. Each is called in order by its own background thread.
 
-What is slow or down costs a warning and a retry and never the run.
+A slow or failing tracker causes warnings and retries, and never stops the run.
 """
 
 import time
@@ -20,11 +20,11 @@ LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
 
 
 TRACE_TRIES = 8
-"""Traces are worth less than metrics; with the pauses between them these take minutes."""
+"""Tries of a trace, which matters less than metrics. With the pauses between them they take minutes."""
 
 
 class AsyncLoggers:
-    """The trackers of `run` that `names` has; `console` among them is left out.
+    """The trackers of `run` that are in `names`; `console` is skipped.
 
     Raises:
         ValueError, ImportError: as `check_loggers`.
@@ -35,7 +35,7 @@ class AsyncLoggers:
         self._loggers = {name: (make(run), RetryQueue(name)) for name, make in LOGGERS.items() if name in names}
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         for logger, queue in self._loggers.values():
             queue.put("the start of the run", logger.start, keep=True)
             queue.start()
@@ -53,30 +53,31 @@ class AsyncLoggers:
             queue.put(f"the samples of iteration {iteration}", logger.samples, iteration, rows)
 
     def traces(self, split: str, iteration: int, moment: float, count: int) -> None:
-        """Send recorded rows of an iteration to MLflow as traces, if there is one; `moment` is Unix seconds."""
+        """Send recorded rows of an iteration to MLflow as traces, if MLflow is in use; `moment` is Unix seconds."""
         what = f"the traces of {'validation' if split == 'val' else 'iteration'} {iteration}"
         for logger, queue in self._loggers.values():
             if count and isinstance(logger, MlflowLogger):
                 queue.put(what, logger.traces, split, iteration, moment, count, tries=TRACE_TRIES)
 
     def image(self, path: Path) -> None:
-        """Send a picture; an older one that still waits is left out."""
+        """Send a picture. It replaces an older one that still waits."""
         for logger, queue in self._loggers.values():
             queue.put(f"the picture {path.name}", logger.image, path, latest=True)
 
     def file(self, path: Path) -> None:
-        """Keep a file with the MLflow run, if there is one."""
+        """Keep a file with the MLflow run, if MLflow is in use."""
         if "mlflow" in self._loggers:
             logger, queue = self._loggers["mlflow"]
             queue.put(f"the file {path.name}", logger.image, path)
 
     def finish(self, status: str, timeout_s: float) -> list[str]:
-        """End the runs as `finished`, `interrupted` or `failed`; sentences on what was not sent within `timeout_s`."""
+        """End the runs as `finished`, `interrupted` or `failed`; returns sentences on records not sent within
+        `timeout_s`."""
         for logger, queue in self._loggers.values():
             queue.put("the end of the run", logger.finish, status, keep=True)
         deadline = time.monotonic() + timeout_s
         return [problem for _, queue in self._loggers.values() if (problem := queue.close(deadline))]
 
     def where(self) -> dict[str, str]:
-        """How a person looks at each."""
+        """Return the address or command that shows the run, by tracker."""
         return {name: logger.where() for name, (logger, _) in self._loggers.items()}

@@ -1,6 +1,6 @@
-"""Which side of a run waits for the other, in words.
+"""Advice on the balance of a run: whether the engines wait for the trainer, or the trainer for the engines.
 
-Engines wait where admission holds chunks back, until the trainer has made a version (`perf/rollout_idle`); the trainer
+Engines wait if admission holds chunks back until the trainer has made a version (`perf/rollout_idle`). The trainer
 waits for rows (`perf/train_idle`). Both are shares of an iteration.
 """
 
@@ -12,18 +12,19 @@ TRAIN_IDLE = "perf/train_idle"
 MATTERS = 0.1
 """Share of the time from which waiting is worth a change."""
 WARMUP_ITERATIONS = 2
-"""First iterations, in which engines and caches start; they are left out."""
+"""First iterations, which are left out because engines and caches start in them."""
 
 
 def idle_shares(metrics: Mapping[str, float]) -> str:
-    """The waits of one iteration; empty where neither is known."""
+    """Format the idle shares of one iteration; empty if neither is known."""
     sides = (("engines", ROLLOUT_IDLE), ("trainer", TRAIN_IDLE))
     known = [f"{side} {metrics[name]:.0%}" for side, name in sides if name in metrics]
     return f"idle: {', '.join(known)}" if known else ""
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """What limits the run by the lines of its `metrics.jsonl`, and what to change; None where they do not say."""
+    """Return which side limits the run by the lines of its `metrics.jsonl`, and a remedy; None if they do not show
+    it."""
     later = [record for record in records if ROLLOUT_IDLE in record and TRAIN_IDLE in record][WARMUP_ITERATIONS:]
     if not later:
         return None

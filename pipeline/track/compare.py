@@ -1,8 +1,7 @@
 """Several runs in one figure and one table, made from their `metrics.jsonl` files.
 
 Left: validation accuracy; right: training reward (faint as measured, thick smoothed). Each run has its own colour,
-marker and dash, so the figure can be read without colours. Runs that were validated on different data, or by different
-numbers, are refused.
+marker and dash, so the figure can be read without colours. Runs with different validation data or metrics are refused.
 """
 
 import statistics
@@ -33,14 +32,14 @@ DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is compared of one run."""
+    """The compared values of one run."""
 
     label: str
     judged_by: dict[str, str]
-    """By data source, the number that is compared: `acc`, or `reward` if the reward function gives no `acc`. Empty
-    without validation."""
+    """By data source, the compared metric: `acc`, or `reward` if the reward function gives no `acc`. Empty without
+    validation."""
     validation: tuple[list[int], list[float]]
-    """Iterations, and the validation score there (the mean over the data sources); both empty without validation."""
+    """Iterations, and their validation scores (the mean over the data sources); both empty without validation."""
     reward: tuple[list[int], list[float]]
     """Iterations, and the mean score of the training responses."""
     seconds: float | None
@@ -48,10 +47,10 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> list[Run]:
-    """The runs in these folders.
+    """Read the runs in these folders.
 
     Args:
-        folders: of runs, at least one.
+        folders: folders of runs, at least one.
         labels: names of the runs, in the same order; None names them by their folders.
 
     Raises:
@@ -80,7 +79,7 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> l
 
 
 def draw(runs: Sequence[Run]) -> "Figure":
-    """The figure of `runs`, as `read_runs` returns them."""
+    """Draw the figure of `runs`, as `read_runs` returns them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -108,7 +107,7 @@ def draw(runs: Sequence[Run]) -> "Figure":
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """First, last and best validation of every run, with their iterations, and the median seconds of its iterations."""
+    """Return a table of each run's first, last and best validation with their iterations, and its median seconds."""
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("run", overflow="fold")
     for name in ("first", "last", "best", "s/iteration"):
@@ -133,7 +132,8 @@ def _read(folder: Path, label: str) -> Run:
     matches = [match for record in records for match in map(VALIDATION.fullmatch, record) if match]
     judged_by = {match["source"]: match["variable"] for match in sorted(matches, key=lambda match: match["source"])}
     scores = {record["iteration"]: validation_scores(record) for record in records}
-    # An iteration that lacks a source (all of its rewards failed) would be a mean over others than its neighbours.
+    # An iteration that lacks a source (all of its rewards failed) would be a mean over other sources than its
+    # neighbours.
     validated = {iteration: known for iteration, known in scores.items() if known and known.keys() == judged_by.keys()}
     seconds = column(records, STEP)[1]
     return Run(

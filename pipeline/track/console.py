@@ -2,9 +2,9 @@
 
 Progress lines fit 80 columns, and every line is also appended to `console.log` in the run's folder.
 
-On a terminal the bar shares the screen with whatever else prints (Ray's worker output, warnings): rich catches
-`sys.stdout` and `sys.stderr` while the bar is alive and puts foreign lines above it. Elsewhere (CI, `ray job submit`)
-nothing is redrawn; the phases are printed until the first iteration, as engine start-up is the longest silence.
+On a terminal the bar shares the screen with other output (Ray's workers, warnings): rich catches `sys.stdout` and
+`sys.stderr` while the bar is alive and puts foreign lines above it. Elsewhere (CI, `ray job submit`) nothing is
+redrawn. There the phases are printed until the first iteration, because engine start-up is the longest silence.
 """
 
 import threading
@@ -35,10 +35,10 @@ class RunConsole:
 
     Args:
         name: the run's name.
-        total_iterations: iterations in all, None when unknown.
-        console: where to print; standard output if None.
+        total_iterations: iterations in all, None if unknown.
+        console: the console to print on; standard output if None.
         log: file to which every line is appended; None keeps none.
-        unit: short word for what is counted as an iteration.
+        unit: short word for one iteration.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RunConsole:
             self._live.start()
 
     def status(self, text: str) -> None:
-        """Show what the run does or waits for now."""
+        """Show the current activity or wait of the run."""
         with self._lock:
             changed, self._status = text != self._status, text
             early = changed and self._first is None
@@ -76,7 +76,7 @@ class RunConsole:
             self._print(f"{self._name}: {text}")
 
     def notice(self, text: str) -> None:
-        """Show what has to be seen in a log, too."""
+        """Show a message that must also be in a log."""
         with self._lock:
             self._status = text
         self._print(f"{self._name}: {text}")
@@ -122,8 +122,8 @@ class RunConsole:
         Args:
             status: how the run ended.
             records: lines of `metrics.jsonl`.
-            places: what is where, or which command does what, in order.
-            problems: sentences on what else went wrong.
+            places: paths and commands by their labels, in order.
+            problems: sentences on other problems.
         """
         rows = [*_outcome(records), *places.items()]
         width = max((len(label) for label, _ in rows), default=0)
@@ -131,7 +131,7 @@ class RunConsole:
         lines += [Text.assemble((f"  {label:<{width}}  ", "bold"), text) for label, text in rows]
         lines += [Text(f"  warning: {problem}", style="yellow") for problem in problems]
         for line in lines:
-            # Commands and paths stay on one line however narrow the terminal, so that they can be copied.
+            # Commands and paths stay on one line even on a narrow terminal, so that they can be copied.
             self._console.print(line, soft_wrap=True)
             self._keep(line.plain)
 
@@ -149,7 +149,7 @@ class RunConsole:
         return Group(bar, Text(figures), status) if figures else Group(bar, status)
 
     def _print(self, text: str) -> None:
-        """Print a line where no bar is alive, and keep it in the file."""
+        """Print a line if no bar is alive, and keep it in the file."""
         if self._live is None:
             self._console.print(Text(text), soft_wrap=True)
             self._console.file.flush()
@@ -165,7 +165,7 @@ class RunConsole:
                 self.notice(f"{log} cannot be written ({error.strerror or error}); lines are shown here alone")
 
     def _line(self, now: float) -> str:
-        """One iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""
+        """Format one iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""
         figures = self._figures()
         while True:
             line = "  ".join([self._counter(), *figures, *self._times(now)])
@@ -177,7 +177,7 @@ class RunConsole:
         return f"{self._iteration}/{self._total}" if self._total is not None else str(self._iteration)
 
     def _figures(self) -> list[str]:
-        """The figures of the last iteration, the most important first."""
+        """Return the figures of the last iteration, the most important first."""
         pace = f"{self._step_s:.1f} s/{self._unit}" if self._step_s is not None else ""
         return [text for text in (self._reward, self._validation, pace, self._throughput, self._idle) if text]
 
@@ -190,7 +190,7 @@ class RunConsole:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `h:mm:ss`, or `m:ss` below an hour."""
+    """Format seconds as `h:mm:ss`, or `m:ss` below an hour."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,6 +1,6 @@
-"""A recorded row as a conversation: the prompt, then answers of the policy and what replied to them.
+"""A recorded row as a conversation: the prompt, then the policy's answers and the replies to them.
 
-A row of an episode has its messages and the lengths of its stretches (`messages`, `spans`); a row of one response is a
+A row of an episode has its messages and the lengths of its stretches (`messages`, `spans`). A row of one response is a
 conversation with one answer.
 """
 
@@ -21,7 +21,7 @@ COLUMNS = (
     *("rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s", "score"),
     *("reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
 )
-"""Columns that a conversation and its facts are made of; runs lack some."""
+"""Columns of a conversation and its facts; a run may lack some."""
 
 WHY = {
     "done": "the environment ended it",
@@ -33,24 +33,25 @@ WHY = {
     "error": "the environment failed",
     "abort": "the engine gave it up",
 }
-"""Values of `ended` and `finish_reason` in words."""
+"""Explanations of the values of `ended` and `finish_reason`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer of the policy, or what replied to it."""
+    """An answer of the policy, or a reply to it."""
 
     answer: bool
     messages: list[dict[str, Any]]
-    """One for an answer, any number for a reply: `role` and `content`, and where known `calls`, `reasoning`, `name`."""
+    """One for an answer, any number for a reply: `role` and `content`, and if known `calls`, `reasoning`, `name`."""
     start: int
-    """Its first token in the response."""
+    """Position of its first token in the response."""
     tokens: int
-    """0 for a reply that the policy did not read, or that is in the prompt of the next sequence."""
+    """Number of its tokens. 0 for a reply that the policy did not read, or that is in the prompt of the next
+    sequence."""
     sequence: int
-    """Number of the row's sequence that it is in, from 0."""
+    """Number of its sequence in the row, from 0."""
     context: int
-    """Tokens that stand before it in its sequence, the prompt included."""
+    """Number of tokens before it in its sequence, the prompt included."""
     versions: list[int]
     """Policy versions of its tokens, in their order."""
     reward: float | None = None
@@ -58,9 +59,9 @@ class Turn:
     log_prob: float | None = None
     """Mean log-prob of an answer's tokens at the engine."""
     trains: bool = False
-    """Whether its tokens are in the loss."""
+    """True if its tokens are in the loss."""
     opening: list[dict[str, Any]] = field(default_factory=list)
-    """What a conversation that begins with this answer has before it; empty in the row's first conversation."""
+    """Messages before this answer if it begins a conversation; empty in the row's first conversation."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,15 @@ class Conversation:
     """One row, which may hold several conversations of a program."""
 
     prompt: list[dict[str, Any]]
-    """What stands before the first answer."""
+    """Messages before the first answer."""
     prompts: list[list[int]]
     """Tokens of the prompts of the row's sequences; most rows have one."""
     turns: list[Turn]
 
 
 def conversation(row: Mapping[str, Any]) -> Conversation:
-    """The conversation of a row of `trajectories/` or `validation/`, with those of `COLUMNS` that its run has."""
+    """Build the conversation of a row of `trajectories/` or `validation/`, which holds the `COLUMNS` that its run
+    has."""
     prompt = json.loads(row["prompt"])
     spans: Sequence[Mapping[str, Any]]
     if row.get("messages") is None:
@@ -96,7 +98,7 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
     start = 0
     for span, part in zip(spans, parts, strict=True):
         answer, end = span["kind"] == ANSWER, start + span["tokens"]
-        # A reply without tokens stands at the end of the sequence of its answer.
+        # A reply without tokens belongs to the end of the sequence of its answer.
         sequence = min(int(np.searchsorted(ends, start, "right" if end > start else "left")), len(prompts) - 1)
         if part or end > start:
             turns.append(
@@ -119,19 +121,19 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
 
 
 def content(message: Mapping[str, Any]) -> str:
-    """The text of a message; content that is no text as JSON."""
+    """Return the text of a message; other content as JSON, and None as an empty text."""
     text = message.get("content")
     return text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False)
 
 
 def why_ended(row: Mapping[str, Any]) -> str:
-    """Why the row ended, as `word: sentence`."""
+    """Return the reason for the row's end, as `word: sentence`."""
     word = row.get("ended") or row["finish_reason"]
     return f"{word}: {WHY[word]}" if word in WHY else str(word)
 
 
 def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`spans` with a reply behind each answer: one without tokens where the episode has none."""
+    """Return `spans` with a reply after each answer: one without tokens if the episode has none."""
     none = {"kind": OBSERVATION, "tokens": 0, "reward": None}
     pairs: list[Mapping[str, Any]] = []
     for span in spans:
@@ -144,11 +146,11 @@ def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _of_contexts(
     messages: list[dict[str, Any]], prompt: list[dict[str, Any]], spans: Sequence[Mapping[str, Any]], ends: np.ndarray
 ) -> tuple[dict[int, list[dict[str, Any]]], list[list[dict[str, Any]]]]:
-    """What stands before the first answer of each conversation, by the number of its sequence, and the messages of
-    each of the `spans`; `ends` are those of the sequences in the response."""
+    """Return the messages before the first answer of each conversation, by the number of its sequence, and the messages
+    of each of the `spans`. `ends` are the ends of the sequences in the response."""
     talks = split(messages)
     if len(talks) != len(ends):
-        # One conversation goes on through all sequences; older rows do not say where another one begins.
+        # One conversation goes on through all sequences; older rows do not mark the beginning of another one.
         talks, ends = [[message for talk in talks for message in talk]], ends[-1:]
     starts = np.cumsum([0, *(span["tokens"] for span in spans)])[:-1][::2]
     answers = np.bincount(np.searchsorted(ends[:-1], starts, "right"), minlength=len(talks))
@@ -162,11 +164,11 @@ def _of_contexts(
 def _split(
     messages: list[dict[str, Any]], prompt: int, answers: int
 ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-    """What stands before the first answer, and the messages of each answer and of the reply behind it, in turns.
+    """Return the messages before the first answer, and in turns the messages of each answer and of the reply to it.
 
     Args:
         messages: one conversation.
-        prompt: number of its messages that are the row's prompt, which may hold answers of its own.
+        prompt: number of its messages in the row's prompt, which may hold answers of its own.
         answers: number of answers; an episode that failed may lack the message of the last one.
     """
     places = [place for place in range(prompt, len(messages)) if messages[place]["role"] == "assistant"]

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 TAIL = 1 << 16
-"""Bytes at the end of a file that go into its digest; a parquet file has its statistics there."""
+"""Bytes at the end of a file that go into its digest; the statistics of a parquet file are there."""
 
 
 def dataset_inputs(settings: Mapping[str, Any]) -> "list[DatasetInput]":
-    """One input per entry of `data.train_files` and `data.val_files`. MLflow keeps equal inputs once.
+    """Return one input per entry of `data.train_files` and `data.val_files`. MLflow keeps equal inputs once.
 
     Args:
         settings: the settings of the run by their dotted names.
@@ -38,7 +38,7 @@ def dataset_inputs(settings: Mapping[str, Any]) -> "list[DatasetInput]":
 
 
 def _digest(address: str) -> str:
-    """16 hexadecimal digits of an address and of the sizes and ends of the local files there."""
+    """Hash an address with the sizes and ends of the local files there, as 16 hexadecimal digits."""
     path = Path(address)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     digest = hashlib.blake2b(address.encode(), digest_size=8)

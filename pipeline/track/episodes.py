@@ -1,4 +1,4 @@
-"""Metrics of episodes of several turns: how long they are, why they end, which tools are called, who waits for whom."""
+"""Metrics of multi-turn episodes: their length, the reasons for their end, tool calls and waiting times."""
 
 import json
 from collections import Counter
@@ -14,13 +14,13 @@ from pipeline.stats import Stat, Stats, mean, summary
 ENDED = ("done", "stop", "turns", "length", "timeout", "malformed", "error")
 """Values of the column `ended`."""
 MOST_TOOLS = 32
-"""Tools that get a metric of their own, the first ones in the order of their names."""
+"""Number of tools with a metric of their own: the first ones by name."""
 LONGEST_NAME = 200
-"""Characters of the name of a part or a tool that becomes a metric."""
+"""Longest name (characters) of a part or a tool that becomes a metric."""
 
 
 def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
-    """Metrics of the episodes in `table`, under `group`; none where its rows are no episodes.
+    """Compute the metrics of the episodes in `table`, under `group`; empty if its rows are not episodes.
 
     Args:
         table: rows with the columns `rows.ROLLOUT` and `rows.AGENT`.
@@ -46,7 +46,7 @@ def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
 
 
 def _of_numbers(episodes: list[dict]) -> Stats:
-    """Metrics of the numbers that the rollout stage counted (the column `episode`)."""
+    """Compute metrics from the numbers that the rollout stage counted (the column `episode`)."""
 
     def each(name: str) -> np.ndarray:
         return np.array([episode.get(name, 0) for episode in episodes], dtype=np.float64)
@@ -65,7 +65,7 @@ def _of_numbers(episodes: list[dict]) -> Stats:
     }
     if not calls:
         return stats
-    # Other ranks may have episodes of other tools, or of none.
+    # Other ranks may have episodes with other tools, or without tools.
     with_tools = [episode["calls"] for episode in episodes if episode["calls"]]
     without = sum(not any(own.values()) for own in with_tools)
     named, others = divided(calls, MOST_TOOLS)
@@ -82,12 +82,12 @@ def _of_numbers(episodes: list[dict]) -> Stats:
 
 
 def divided(names: Iterable[str], most: int) -> tuple[list[str], list[str]]:
-    """The `names` that become metrics, at most `most` in their order, and those that are left out."""
+    """Divide `names` into the first `most` by name, which become metrics, and the rest."""
     ordered = sorted(names)
     chosen = [name for name in ordered if len(name) <= LONGEST_NAME][:most]
     return chosen, [name for name in ordered if name not in chosen]
 
 
 def left_out(metric: str, names: list[str]) -> Stats:
-    """The number of `names` that have no metric of their own; nothing without any."""
+    """Count the `names` without a metric of their own; an empty dict if there are none."""
     return {metric: Stat("max", (float(len(names)),))} if names else {}

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: one JSON object per iteration, from which plot, summary and every tracker can be made again.
+"""`metrics.jsonl`: one JSON object per iteration. Plot, summary and every tracker can be made from it again.
 
-1. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, pauses between resumes
-   left out, ...metrics}`. NaN and infinity, which JSON lacks, become null.
-2. Iterations rise strictly. When one comes again (a resumed run, restarted train workers), it and all later lines are
-   dropped first, for their policy no longer exists.
+1. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, without the pauses between
+   resumes, ...metrics}`. NaN and infinity, which JSON lacks, become null.
+2. Iterations rise strictly. If one comes again (a resumed run, restarted train workers), it and all later lines are
+   dropped first, because their policy does not exist any more.
 3. A line is one write and is synced to disk. A line that a kill or a full disk left incomplete is skipped by
    `read_history` and removed at the next start.
 """
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 OWN_KEYS = ("iteration", "time", "elapsed_s")
-"""What every record has beside its metrics."""
+"""Keys of every record other than its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
 VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` in order, an unfinished last line left out; empty when there is no file.
+    """Read the lines of `metrics.jsonl` in order, without an unfinished last line; empty if the file does not exist.
 
     Raises:
         ValueError: a line before the last is not a JSON object with an `iteration`.
@@ -53,9 +53,9 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Validation score (`val-core/SOURCE/.../mean@N`) per data source; empty for an iteration without validation.
+    """Return the validation score (`val-core/SOURCE/.../mean@N`) per data source; empty without validation.
 
-    Where a source has several such metrics, the one of the most samples counts.
+    If a source has several such metrics, the one with the most samples counts.
     """
     found: dict[str, tuple[int, float]] = {}
     for name, value in metrics.items():
@@ -69,7 +69,7 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Per data source, in order of their names, the validated iterations and the scores there."""
+    """Return the validated iterations and their scores, per data source in order of name."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for source, score in validation_scores(record).items():
@@ -80,7 +80,7 @@ def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[l
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Iterations that have metric `name`, and its values."""
+    """Return the iterations that have metric `name`, and its values."""
     having = [record for record in records if record.get(name) is not None]
     return [record["iteration"] for record in having], [float(record[name]) for record in having]
 
@@ -144,7 +144,7 @@ class History:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader sees the old file or the new one, never a part."""
+    """Put `content` at `path` in one step, so that a reader sees either the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,7 +1,7 @@
-"""Where metrics go besides `metrics.jsonl`: what a logger is, which there are, wandb and TensorBoard.
+"""Trackers besides `metrics.jsonl`: the protocol of a logger, the list of loggers, wandb and TensorBoard.
 
-A logger's methods run in the thread of a `RetryQueue`. They raise when the tracker does not answer (they are then
-called again with the same arguments) and `Rejected` when it can never take the record.
+A logger's methods run in the thread of a `RetryQueue`. If the tracker does not answer, they raise, and are called again
+with the same arguments. If it can never take the record, they raise `Rejected`.
 """
 
 import difflib
@@ -25,19 +25,19 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers know of a run."""
+    """The facts of a run that trackers get."""
 
     folder: Path
-    """The run's folder, which keeps the ids of the tracker runs."""
+    """The run's folder. It keeps the ids of the tracker runs."""
     config: Mapping[str, Any]
     """The settings; trackers get them with secrets masked."""
     project: str
-    """MLflow experiment, wandb project."""
+    """The MLflow experiment, or the wandb project."""
     name: str
     resume: bool = False
-    """Continue the tracker runs that the folder has."""
+    """True to continue the tracker runs whose ids are in the folder."""
     store_of: Path | None = None
-    """Folder of the run whose MLflow store is used without a server; None is `folder`."""
+    """Folder of the run whose MLflow store is used without a server; None means `folder`."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -51,19 +51,19 @@ class Logger(Protocol):
         """Open or, on resume, continue the run at the tracker."""
 
     def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
-        """Metrics of one iteration; `time` is Unix seconds."""
+        """Send the metrics of one iteration; `time` is Unix seconds."""
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of sample trajectories."""
+        """Send a table of sample trajectories."""
 
     def image(self, path: Path) -> None:
-        """The picture at `path`, shown under its file name; an older one of that name is replaced."""
+        """Send the picture at `path` under its file name, in place of an older one of that name."""
 
     def finish(self, status: str) -> None:
         """End the run as `finished`, `interrupted` or `failed`."""
 
     def where(self) -> str:
-        """The command or address with which a person looks at it; returns at once."""
+        """Return the command or address that shows the run, without a wait."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ class TensorBoardLogger:
         self._open(None).add_text("samples", text, global_step=iteration)
 
     def image(self, path: Path) -> None:
-        """TensorBoard draws its own curves; the picture stays in the run's folder."""
+        """Do nothing: TensorBoard draws its own curves, and the picture stays in the run's folder."""
 
     def finish(self, status: str) -> None:
         self._open(None).add_text("status", status)
@@ -124,7 +124,8 @@ class TensorBoardLogger:
         return f"tensorboard --logdir {shown(self._folder)}"
 
     def _open(self, iteration: int | None) -> Any:
-        """The writer; an iteration at or before the last one opens another, which hides what the old one has of it."""
+        """Return the writer. An iteration up to the last one opens a new writer, which hides the old values from there
+        on."""
         from torch.utils.tensorboard import SummaryWriter
 
         again = iteration is not None and self._writer is not None and iteration <= self._last
@@ -163,7 +164,7 @@ class WandbLogger:
             settings=wandb.Settings(console="off", silent=True),
         )
         write_atomically(self._id_file, f"{self._run.id}\n".encode())
-        # wandb's own step cannot go back, an iteration can when a run resumes.
+        # wandb's own step cannot go back, but an iteration can if a run resumes.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         commit = git_commit()
@@ -194,7 +195,7 @@ class WandbLogger:
 
 
 def shown(path: Path) -> str:
-    """`path` as a person types it: relative when it lies below the current folder."""
+    """Return `path` as a user types it: relative if it lies below the current folder."""
     path = path.absolute()
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

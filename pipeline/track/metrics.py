@@ -1,4 +1,4 @@
-"""Metrics of rows and log-probs, under the names PPO users know; `docs/metrics.md` says what each means."""
+"""Metrics of rows and log-probs, under the names that PPO users know. `docs/metrics.md` explains each."""
 
 import json
 import re
@@ -15,20 +15,20 @@ from pipeline.stats import Stat, Stats, mean, summary
 from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
 PART = re.compile("reward/.*/mean", re.DOTALL)
-"""Names of the means of parts."""
+"""Names of the means of reward parts."""
 MOST_PARTS = 32
-"""Parts of a reward that become metrics, the first ones in the order of their names."""
+"""Number of reward parts that become metrics: the first ones by name."""
 
 
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
-    """Metrics of the finished rows that one rank trains on in one iteration; groups must be whole on a rank.
+    """Compute the metrics of the finished rows that one rank trains on in an iteration; each group must be whole.
 
-    Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row, and of it the tokens
-    that the policy wrote; advantages, returns and values are over tokens that train.
+    Scores, rewards, parts and groups leave out rows whose reward failed. Lengths count every row, but only the tokens
+    that the policy wrote. Advantages, returns and values are over tokens that train.
 
     Args:
         table: columns of `pipeline.rows.SCHEMA`; optional ones (`reward`, `kl`, ...) may be missing or null throughout.
-        solved_at: a response with at least this score, before it was shaped, counts as solved.
+        solved_at: a response with at least this score, before shaping, counts as solved.
         max_staleness: bound on the age of rows; above 0 the share of every age up to it is given.
     """
     if not len(table):
@@ -92,7 +92,8 @@ def _ages(staleness: np.ndarray, most: int) -> Stats:
 
 
 def _token_ages(table: pa.Table, trained_version: np.ndarray) -> Stats:
-    """Of the policy's tokens: weights may change while a row is generated. `trained_version` [N]: of every token."""
+    """Compute the age of the policy's tokens: weights may change while a row is generated. `trained_version` is [N],
+    one per token."""
     ages = (trained_version - token_versions(table))[flat(table, "response_mask")[0] > 0]
     versions = pc.list_value_length(table["version_runs"]).to_numpy()
     return {
@@ -102,11 +103,11 @@ def _token_ages(table: pa.Table, trained_version: np.ndarray) -> Stats:
 
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Name of a part: the rows that have it, and its numbers."""
+"""By name of a part: the indices of the rows that have it, and its values."""
 
 
 def _parts(column: pa.ChunkedArray) -> Parts:
-    """The parts of rewards that are numbers or truth values, in the order of their names."""
+    """Return the numeric and boolean parts of rewards, by name."""
     found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for row, text in enumerate(column.to_pylist()):
         if text is None or text == "{}":
@@ -126,8 +127,8 @@ def _part_means(parts: Parts) -> Stats:
 
 
 def missing_rates(merged: Stats) -> Stats:
-    """`reward/{part}/missing_rate` of the parts that some rows lack, from the metrics of all ranks together: a rank on
-    which no row has a part does not know of it."""
+    """Compute `reward/{part}/missing_rate` of the parts that some rows lack. It takes the metrics of all ranks
+    together, because a rank does not know a part that none of its rows has."""
     failed, rows = merged["reward/error_rate"].values
     scored = rows - failed
     counts = {name: stat.values[1] for name, stat in merged.items() if PART.fullmatch(name)}
@@ -139,7 +140,7 @@ def missing_rates(merged: Stats) -> Stats:
 
 
 def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The parts of rewards and the tools in recorded `rows` that have no metric of their own, in words."""
+    """List the reward parts and tools in recorded `rows` without a metric of their own, as text."""
     parts: set[str] = set()
     tools: set[str] = set()
     for row in rows:
@@ -151,7 +152,7 @@ def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _lengths(table: pa.Table, response: np.ndarray) -> Stats:
-    """Of prompts and of responses [R]; also of the responses that the engine did not abort."""
+    """Compute the lengths of prompts and responses [R], and of the responses that the engine did not abort."""
     cut, aborted = (pc.equal(table["finish_reason"], reason) for reason in ("length", "abort"))
     ended = pc.invert(aborted.fill_null(False))
     stats = {
@@ -178,7 +179,7 @@ def _present(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _share(flags: pa.ChunkedArray) -> Stat:
-    """Share of true flags; null counts as false."""
+    """Return the share of true flags; null counts as false."""
     return mean(pc.sum(flags).as_py() or 0, len(flags))
 
 
@@ -199,10 +200,10 @@ def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stat
 
 
 def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
-    """How far the engine's log-probs [N] are from the trainer's before any update [N], where `mask` [N] is 1.
+    """Compare the engine's log-probs [N] with the trainer's before any update [N], for tokens with `mask` [N] 1.
 
     All are numpy arrays or CPU tensors. A difference that is not a number counts as infinite (log-probs) or as 1
-    (probabilities), so that a limit on the gap cannot be passed by a NaN.
+    (probabilities), so that a NaN cannot pass a limit on the gap.
     """
     keep = np.asarray(mask) > 0
     engine = np.asarray(rollout_log_probs, dtype=np.float64)[keep]

@@ -1,18 +1,18 @@
 """MLflow: one SQLite store for all runs of a folder, or the server that `MLFLOW_TRACKING_URI` names.
 
-1. Without a server: `runs/mlflow.db` beside the folders of the runs, artifacts in `runs/mlartifacts`. With
-   `MLFLOW_TRACKING_URI` set, MLflow's usual variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`,
-   `MLFLOW_EXPERIMENT_NAME`, ...) hold.
+1. Without a server: the store is `runs/mlflow.db`, next to the folders of the runs, and artifacts are in
+   `runs/mlartifacts`. With `MLFLOW_TRACKING_URI` set, MLflow's usual variables (`MLFLOW_TRACKING_USERNAME`,
+   `MLFLOW_TRACKING_TOKEN`, `MLFLOW_EXPERIMENT_NAME`, ...) hold.
 2. Names: MLflow takes letters and digits of any script, `_ - . /` and spaces. `@` becomes `_at_` (`mean@8` is
-   `mean_at_8`), any other character its code, such as `:23:` for `#`. No two names become one.
+   `mean_at_8`), any other character its code, such as `:23:` for `#`. Different names stay different.
 3. `runs/NAME/mlflow_run_id` has the run's id; a resumed run continues the same MLflow run. Its parameters cannot be
-   changed: a setting that differs from the first start is kept as a tag `resumed.KEY`. Metrics of repeated iterations
+   changed, so a setting that differs from the first start becomes a tag `resumed.KEY`. Metrics of repeated iterations
    are points of the same step with a later time.
 4. Only `MlflowClient` with explicit ids: the fluent interface keeps a run per thread.
 5. Unless set otherwise, `MLFLOW_HTTP_REQUEST_MAX_RETRIES` is 0 and `MLFLOW_HTTP_REQUEST_TIMEOUT` 30 s (the
    `RetryQueue` retries), and MLflow's progress bars and usage reports are off.
 6. Traces are read from the recorded rows, in this thread, and sent with ids that follow from run and row. An iteration
-   that is trained again replaces its traces where it samples the same rows.
+   that is trained again replaces its traces if it samples the same rows.
 """
 
 import hashlib
@@ -52,30 +52,30 @@ QUIET = {
 
 _ESCAPED = re.compile(
     r"[^\w\-. /@]"
-    # What an escape looks like.
+    # The form of an escape.
     r"|_(?=at[_@])"
-    # What MLflow would read as another path: `/a`, `a//b`, `a/`, `./a`, `a/../b`, `..a`.
+    # Forms that MLflow would read as another path: `/a`, `a//b`, `a/`, `./a`, `a/../b`, `..a`.
     r"|\A/|/(?=/|\Z)|(?<![^/])\.(?=\.?(?:/|\Z))|\A\.(?=\.)"
-    # Blanks that cannot be seen, and that some databases leave out.
+    # Invisible blanks, which some databases leave out.
     r"|(?<![^/]) | (?=/|\Z)"
 )
-"""Characters of a name that MLflow gets as their codes."""
+"""Characters of a name that are replaced by their codes."""
 
 log = logging.getLogger(__name__)
 
 
 def mlflow_name(name: str) -> str:
-    """The name under which MLflow keeps `name` (see the module's second point); different for each name."""
+    """Return MLflow's name for `name` (see the module's second point); different for each name."""
     name = _ESCAPED.sub(lambda match: f":{ord(match[0]):x}:", name).replace("@", "_at_") or "::"
     if len(name) <= NAME_LENGTH:
         return name
-    # The end of a name says what was measured.
+    # The end of a name identifies the quantity.
     begin, end = name[: NAME_LENGTH // 2], name[-NAME_LENGTH // 4 :]
     return f"{begin}:{hashlib.sha256(name.encode()).hexdigest()[:16]}:{end}"
 
 
 def local_store(run_dir: Path) -> Path:
-    """The SQLite file that tracks the run of folder `run_dir` where no server does: one file for all runs beside it.
+    """Return the SQLite file for the run in `run_dir` without a server: one file for all runs in the same folder.
 
     A run that began with a store in its own folder keeps that store.
     """
@@ -99,7 +99,7 @@ class MlflowLogger:
         if run is None:
             run = client.create_run(self._experiment(), run_name=self._run.name)
             write_atomically(self._id_file, f"{run.info.run_id}\n".encode())
-            # A retry of what follows goes on in this run and makes no second one.
+            # A retry of the calls below goes on in this run and makes no second one.
             self._resume = True
         else:
             client.update_run(run.info.run_id, status="RUNNING")
@@ -125,8 +125,8 @@ class MlflowLogger:
         names = list(dict.fromkeys(name for row in rows for name in row if name != "iteration"))
         table = {"iteration": [iteration] * len(rows)}
         table |= {name: [_cell(row.get(name)) for row in rows] for name in names}
-        # Each call loads and rewrites its table, and MLflow lists all tables in one tag of bounded length: one table
-        # for ever would cost ever more, one per iteration would overflow the tag.
+        # Each call loads and rewrites its table, and MLflow lists all tables in one tag of bounded length. A single
+        # table would cost more with each call, and one per iteration would overflow the tag.
         first = iteration // ITERATIONS_PER_TABLE * ITERATIONS_PER_TABLE
         self._client.log_table(self._run_id, table, f"samples/from_iteration_{first:06d}.json")
 
@@ -145,7 +145,7 @@ class MlflowLogger:
         except (ValueError, OSError) as error:
             raise Rejected(str(error)) from error
         client = TracingClient(self._client.tracking_uri)
-        # Spans that an earlier try of the iteration has, and this one lacks, would stay otherwise.
+        # Spans of an earlier try of the iteration that this one lacks would stay otherwise.
         client.delete_traces(self._experiment_id, trace_ids=[info.trace_id for info in infos])
         for info in infos:
             client.start_trace(info)
@@ -174,7 +174,7 @@ class MlflowLogger:
         return MlflowClient(self._server or f"sqlite:///{self._store}")
 
     def _earlier_run(self) -> "Run | None":
-        """The run to continue; None where there is none, or the tracker no longer has it."""
+        """Return the run to continue; None if there is none, or the tracker has lost it."""
         from mlflow.exceptions import MlflowException
 
         if not (self._resume and self._id_file.exists()):
@@ -222,7 +222,7 @@ class MlflowLogger:
 
 
 def _cell(value: Any) -> Any:
-    """A table's cell: long texts are cut; the trajectories have all of them."""
+    """Return a table's cell. Long texts are cut; the trajectories have all of them."""
     if isinstance(value, str) and len(value) > CELL_LENGTH:
         return f"{value[:CELL_LENGTH]} … ({len(value)} characters)"
     return value

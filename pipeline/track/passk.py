@@ -3,7 +3,8 @@
 - `best_at_k`: the expected largest score. For scores of 0 and 1 it is the unbiased pass@k of Chen et al. 2021
   (arXiv:2107.03374, equation 1), 1 - C(n - c, k) / C(n, k) with c right responses.
 - `maj_at_n`: the score of the most frequent of all n answers (self-consistency, Wang et al. 2022, arXiv:2203.11171).
-- `maj_at_every_k`: its expectation for k = 1 to n. With c_a responses of answer a, whose mean score is s_a,
+- `maj_at_every_k`: the expectation of `maj_at_n` over k draws, for k = 1 to n. With c_a responses of answer a, whose
+  mean score is s_a,
 
       maj@k = sum over m, t of  E[sum of s_a over the answers with m votes; t answers have m votes, none has more] / t
 
@@ -23,10 +24,10 @@ MAX_RESPONSES = 1000
 
 
 def best_at_k(scores: list[float], k: int) -> float:
-    """Expected largest score of k responses drawn from `scores` without replacement, exactly.
+    """Compute the exact expectation of the largest score of k responses drawn from `scores` without replacement.
 
-    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k), where the factor is the share of the subsets
-    whose largest score is s_i. A k above n is taken as n.
+    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k). The factor is the share of the subsets whose
+    largest score is s_i. A k above n counts as n.
     """
     n = len(scores)
     k = min(k, n)
@@ -35,9 +36,9 @@ def best_at_k(scores: list[float], k: int) -> float:
 
 
 def maj_at_n(scores: list[float], answers: Sequence[Hashable]) -> float:
-    """Score of the most frequent answer: the mean score of the responses that gave it.
+    """Compute the mean score of the responses that gave the most frequent answer.
 
-    Where several answers are equally frequent, the mean over them: the expectation of a fair draw among the tied.
+    If several answers are equally frequent, the result is the mean over them: the expectation of a fair draw.
     """
     votes = Counter(answers)
     most = max(votes.values())
@@ -49,14 +50,14 @@ def maj_at_n(scores: list[float], answers: Sequence[Hashable]) -> float:
 
 
 def maj_at_every_k(scores: Sequence[float], answers: Sequence[Hashable]) -> np.ndarray:
-    """maj@1 to maj@n of one prompt, [n] float64, where n is the number of its responses.
+    """Compute maj@1 to maj@n of one prompt with n responses, [n] float64.
 
     Args:
         scores: score of each response.
         answers: answer of each response; equal ones are votes for the same answer.
 
     Raises:
-        ValueError: there are no responses, or more than `MAX_RESPONSES`.
+        ValueError: `scores` is empty, or longer than `MAX_RESPONSES`.
     """
     n = len(scores)
     if not 1 <= n <= MAX_RESPONSES:
@@ -73,7 +74,7 @@ def maj_at_every_k(scores: Sequence[float], answers: Sequence[Hashable]) -> np.n
 
 
 def _won_with(votes: int, classes: Sequence[tuple[int, float]], n: int) -> np.ndarray:
-    """Entry j: sum over the draws of j responses whose winners have `votes` votes, of the winners' mean score."""
+    """Entry j: the winners' mean score, summed over the draws of j responses whose winners have `votes` votes."""
     able = [(count, score) for count, score in classes if count >= votes]
     small = sum(count for count, _ in classes if count < votes)
     # Both are [tied winners, further responses drawn]: numbers of draws, and sums of the winners' scores over them.
@@ -98,7 +99,7 @@ def _won_with(votes: int, classes: Sequence[tuple[int, float]], n: int) -> np.nd
 
 
 def _times(rows: np.ndarray, polynomial: np.ndarray) -> np.ndarray:
-    """Every row, the coefficients of a polynomial, times `polynomial`, cut to the row's length."""
+    """Multiply every row (coefficients of a polynomial) by `polynomial`; the product is cut to the row's length."""
     length = rows.shape[1]
     if len(rows) < len(polynomial):
         return np.stack([np.convolve(row, polynomial)[:length] for row in rows])
@@ -109,5 +110,5 @@ def _times(rows: np.ndarray, polynomial: np.ndarray) -> np.ndarray:
 
 
 def _binomials(n: int, up_to: int) -> np.ndarray:
-    """`C(n, j)` for j from 0 to `up_to`."""
+    """Return `C(n, j)` for j from 0 to `up_to`."""
     return np.array([float(math.comb(n, j)) for j in range(up_to + 1)])

@@ -1,4 +1,4 @@
-"""What an iteration costs: tokens per second, time per token, memory, and how even the ranks' shares of tokens are."""
+"""The cost of an iteration: tokens per second, time per token, memory, and the balance of tokens over ranks."""
 
 import os
 from pathlib import Path
@@ -12,20 +12,20 @@ from pipeline.stats import Stat, Stats, summary
 
 GIB = 2**30
 PHASES = ("old_log_prob", "update_critic", "update_actor")
-"""Phases of the trainer that go through prompt and response tokens."""
+"""Phases of the trainer that process prompt and response tokens."""
 
 
 def derived(
     metrics: dict[str, float], prompt_tokens: float, response_tokens: float, policy_tokens: float, workers: int
 ) -> dict[str, float]:
-    """Rates that follow from an iteration's finished `metrics`; those without their part, or tokens, are left out.
+    """Compute rates from an iteration's finished `metrics`. A rate is left out if its inputs are missing.
 
     Args:
         metrics: of all ranks, with `timing_s/step`.
-        prompt_tokens: of the iteration's rows on all ranks.
-        response_tokens: of the same.
-        policy_tokens: those of them that the engines sampled.
-        workers: train workers.
+        prompt_tokens: prompt tokens of the iteration's rows on all ranks.
+        response_tokens: response tokens of the same rows.
+        policy_tokens: number of the response tokens that the engines sampled.
+        workers: number of train workers.
     """
     total, seconds = prompt_tokens + response_tokens, metrics["timing_s/step"]
     found = {
@@ -44,8 +44,8 @@ def derived(
 
 
 def memory_metrics(device: torch.device) -> Stats:
-    """GiB that this process holds: in main memory now, and on its GPU at the most so far; the largest rank counts."""
-    # Not `resource.getrusage`: its peak begins with that of the process that started this one. The second field is the
+    """Measure this process's memory in GiB: main memory now, and the GPU's peak so far. The largest rank counts."""
+    # `resource.getrusage` does not fit: its peak begins with the peak of the parent process. The second field is the
     # resident memory in pages.
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     stats = {"perf/cpu_memory_used_gb": Stat("max", (resident / GIB,))}
@@ -57,6 +57,7 @@ def memory_metrics(device: torch.device) -> Stats:
 
 
 def sequence_balance(table: pa.Table) -> Stats:
-    """Tokens (prompts and responses) of one rank's rows; merged, the smallest, largest and mean number over ranks."""
+    """Count the tokens (prompts and responses) of one rank's rows; merged, the smallest, largest and mean number over
+    ranks."""
     tokens = prompt_tokens(table) + len(flat(table, "response_ids")[0])
     return summary(np.array([tokens]), "global_seqlen")

@@ -1,8 +1,8 @@
-"""The learning curve as a picture, drawn from `metrics.jsonl` alone.
+"""The learning curve as a picture, drawn from `metrics.jsonl`.
 
 Large panel: validation score per data source and training reward (thin as measured, thick smoothed). Small panels:
-response length, the gap between engine and trainer log-probs, and where the run has them, the critic's explained
-variance and the KL to the reference policy. Drawn without pyplot, whose global state is not safe in a thread.
+response length, the gap between engine and trainer log-probs, and if the run has them, the critic's explained variance
+and the KL to the reference policy. Pyplot is not used, because its global state is not safe in a thread.
 """
 
 import io
@@ -20,7 +20,7 @@ LENGTH = "response_length/mean"
 GAPS = {"largest": "training/rollout_log_probs_diff_max", "mean": "training/rollout_log_probs_diff_mean"}
 KL = {"in the loss": "actor/kl_loss", "in the reward": "actor/reward_kl_penalty"}
 WORST_EXPLAINED = -1.0
-"""A fresh critic's explained variance may be far below 0; the axis ends here, so that what follows can be read."""
+"""Lower end of the axis of explained variance. A fresh critic's may be far below 0 and would hide the later values."""
 SMOOTHED = 0.1
 LONGEST = 60
 """Characters of a name in a legend."""
@@ -28,7 +28,7 @@ COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
 
 
 def learning_curve(metrics_jsonl: Path, out: Path, title: str) -> bool:
-    """Draw the run's curve into the PNG `out`; False, and no file, when there is no iteration to draw yet.
+    """Draw the run's curve into the PNG `out`; without an iteration, returns False and writes no file.
 
     Raises:
         ValueError: `metrics_jsonl` is damaged.
@@ -49,10 +49,10 @@ def save(figure: "Figure", out: Path) -> None:
 
 
 def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
-    """The figure of `records` (lines of `metrics.jsonl` in order)."""
+    """Draw the figure of `records` (lines of `metrics.jsonl` in order)."""
     from matplotlib.figure import Figure
 
-    # Per small panel its title and, by label, its metrics.
+    # By title of a small panel: its metrics by label.
     panels = {"response length (tokens)": {"mean": LENGTH}, "log-prob gap, engine to trainer": GAPS}
     if column(records, EXPLAINED)[1]:
         panels["share of the returns the critic explains"] = {"": EXPLAINED}
@@ -77,8 +77,8 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
 
 
 def drawable(text: str) -> str:
-    """`text` as matplotlib draws it: no formula between dollar signs, letters that its font lacks as escapes, and the
-    middle of a long text left out."""
+    """Adapt `text` to matplotlib: dollar signs do not begin formulas, letters that the font lacks become escapes, and
+    the middle of a long text is left out."""
     from matplotlib import font_manager
 
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
@@ -88,7 +88,8 @@ def drawable(text: str) -> str:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTHED) -> list[float]:
-    """Exponential moving average without a bias to the first value; its span is `share` of the points, at least 10."""
+    """Compute the exponential moving average without a bias to the first value; its span is `share` of the points, at
+    least 10."""
     keep = 1 - 2 / (max(10.0, share * len(values)) + 1)
     total = weight = 0.0
     result = []
@@ -139,7 +140,7 @@ def _minutes_above(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     ticks = [float(tick) for tick in ticks if tick >= minutes[0]]
     above = axes.twiny()
     above.set_xlim(axes.get_xlim())
-    # While an iteration takes long, many minutes fall on one place.
+    # While an iteration takes long, many minutes fall on one position.
     apart, shown = 0.04 * (iterations[-1] - iterations[0]), dict[float, str]()
     for tick, place in zip(ticks, np.interp(ticks, minutes, iterations).tolist(), strict=True):
         if not shown or place - max(shown) >= apart:
@@ -163,7 +164,7 @@ def _draw_small(axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[s
 
 
 def style(axes: "Axes") -> None:
-    """The look of every panel whose x axis counts iterations."""
+    """Style a panel whose x axis counts iterations."""
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.spines[["right", "top"]].set_visible(False)
     axes.tick_params(labelsize=10)

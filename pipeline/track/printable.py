@@ -1,16 +1,16 @@
-"""Text of models and environments for a terminal, which it cannot command: no escapes, no reordered letters."""
+"""Text of models and environments made safe for a terminal: without escape sequences and reordered letters."""
 
 import unicodedata
 
 KEPT = {"\n", "\t", "\u200c", "\u200d"}
 """Control and format characters that stay: line ends, tabs, and the joiners that Persian and emoji need."""
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Unicode categories that are shown as escapes: control, format (bidirectional overrides among them), surrogates,
-private use, line and paragraph separators."""
+"""Unicode categories shown as escapes: control, format (with bidirectional overrides), surrogates, private use, line
+and paragraph separators."""
 
 
 def printable(text: str) -> str:
-    """`text` with each character that is none of its letters as an escape such as `\\x1b`."""
+    """Return `text` with hidden characters as escapes such as `\\x1b`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)

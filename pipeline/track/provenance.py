@@ -1,4 +1,4 @@
-"""What made a run: flattened settings, git commit, library versions. Secrets among the settings are masked."""
+"""The provenance of a run: flattened settings, git commit, library versions. Secrets among the settings are masked."""
 
 import json
 import platform
@@ -13,14 +13,14 @@ LIBRARIES = ("slipstream-rl", "ray", "torch", "vllm", "transformers", "mlflow", 
 SECRET = re.compile(
     r"(?:TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?!.*_ENV\Z)", re.IGNORECASE
 )
-"""Names of secrets. A name that ends with `_env` is that of a setting that names an environment variable."""
+"""Names of secrets. A name that ends with `_env` does not match: it holds the name of an environment variable."""
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config`, nested or flat, with `***` in place of secrets.
+    """Return `config`, nested or flat, with `***` in place of secrets.
 
     Only mappings with free keys can hold secrets: `env_vars`, and the options of functions and engines (any key that
-    ends with `kwargs`). Below those, text, lists and mappings under a name like `SECRET` are masked; below `env_vars`
+    ends with `kwargs`). Below these, text, lists and mappings under a name like `SECRET` are masked; below `env_vars`
     numbers are masked too.
     """
     return {key: _walk(value, _holds_secrets(key), _is_environment(key)) for key, value in config.items()}
@@ -51,7 +51,8 @@ def _holds_secrets(key: str) -> bool:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and values as text: `{"actor": {"optim": {"lr": 1e-6}}}` gives `{"actor.optim.lr": "1e-06"}`.
+    """Flatten a config to dotted keys and text: `{"actor": {"optim": {"lr": 1e-6}}}` gives `{"actor.optim.lr":
+    "1e-06"}`.
 
     Lists and empty mappings are one value, as JSON; None is `null`.
     """
@@ -66,7 +67,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def git_commit() -> tuple[str, bool] | None:
-    """Commit of the checkout this code runs from, and whether tracked files were changed; None outside one."""
+    """Return the commit of this code's checkout, and whether tracked files were changed; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -82,7 +83,7 @@ def git_commit() -> tuple[str, bool] | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the libraries that shape a run; those not installed are left out."""
+    """Return the versions of the installed libraries that shape a run."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         for distribution in (library, f"{library}-cpu"):

@@ -1,11 +1,11 @@
 """Calls that may fail or hang (to a tracking server, to a storage), made in order by one background thread.
 
-1. `put` returns at once: a slow or dead server never holds the run up.
-2. A call that fails is repeated with growing pauses; those behind it wait, so the order is kept.
+1. `put` returns at once, so a slow or dead server never delays the run.
+2. A call that fails is repeated with growing pauses. Later calls wait, so the order is kept.
 3. Beyond `capacity` the oldest calls are dropped and counted.
-4. The first failure is a warning, then the 8th, the 64th, ...; `close` says which calls were never made.
-5. A call with a limit of tries goes behind the others when it fails, and is given up after the last one: what
-   matters less never holds the others up.
+4. The first failure is a warning, then the 8th, the 64th, ...; `close` reports the calls that were never made.
+5. A call with a limit of tries goes to the end of the queue if it fails, and is given up after the last try. So less
+   important calls never delay the others.
 
 MLflow's own asynchronous logging is not used: it drops a batch after a few minutes without an answer, its flush has no
 deadline, and it does not cover parameters, tables and artifacts.
@@ -26,7 +26,7 @@ WARN_EVERY_POWER_OF = 8
 
 
 class Rejected(Exception):
-    """A record that its receiver will never take; it is dropped with a warning, and the next one follows."""
+    """A record that its receiver will never take. It is dropped with a warning, and the queue goes on."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class RetryQueue:
         """Queue `function(*arguments)`, which is called until it returns without an exception.
 
         Args:
-            what: what is sent or done, for warnings.
-            function: what to call.
-            arguments: with what.
-            keep: neither drop this call for want of room, nor when it is rejected.
-            latest: a waiting call of the same `what` is replaced by this one.
-            tries: failures after which the call is given up, and counted; after each it goes behind those that wait.
-                None repeats it at once, until it succeeds.
+            what: the record or action, for warnings.
+            function: the function to call.
+            arguments: its arguments.
+            keep: drop this call neither if the queue is full, nor if it is rejected.
+            latest: replace a waiting call of the same `what` by this one.
+            tries: failures after which the call is given up and counted. After each failure it goes to the end of the
+                queue. None repeats it at once until it succeeds.
         """
         with self._changed:
             if latest:
@@ -98,10 +98,10 @@ class RetryQueue:
             self._changed.notify_all()
 
     def close(self, deadline: float) -> str | None:
-        """Make the calls that wait, until `time.monotonic()` reaches `deadline`, and end the thread.
+        """Make the waiting calls until `time.monotonic()` reaches `deadline`, and end the thread.
 
         Returns:
-            A sentence on what was not done, or None when all of it was.
+            A sentence on the calls that were not made, or None if all were made.
         """
         self._closing.set()
         with self._changed:
@@ -125,7 +125,7 @@ class RetryQueue:
         while (call := self._next()) is not None:
             try:
                 call.function(*call.arguments)
-            # Whatever a library raises, the run goes on; the error is reported and the call repeated.
+            # The run goes on after any exception of a library; the error is reported and the call repeated.
             except Exception as error:  # noqa: BLE001
                 if call.keep or not isinstance(error, Rejected):
                     failures += 1
@@ -157,7 +157,7 @@ class RetryQueue:
                 failures, warn_at = 0, 1
 
     def _next(self) -> _Call | None:
-        """The next call, as soon as there is one; None when the thread is to end."""
+        """Wait for the next call; None if the thread has to end."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -181,7 +181,7 @@ class RetryQueue:
             log.warning("%s did not take %s (the last try: %s)", self._name, call.what, self._last_error)
 
     def _pause(self, seconds: float) -> None:
-        # The end of the run cannot wait out a long pause, it has a deadline of its own.
+        # The end of the run has a deadline of its own, and cannot wait for a long pause.
         if not self._closing.wait(seconds):
             return
         time.sleep(min(seconds, PAUSE_AT_THE_END_S))

@@ -1,4 +1,4 @@
-"""Which of the recorded rows people look at: one that they choose, or a few of every iteration."""
+"""The choice of recorded rows to look at: one by its properties, or a few of every iteration."""
 
 import difflib
 import random
@@ -13,33 +13,33 @@ from pipeline.storage.filesystem import filesystem_of
 from pipeline.track.trajectories import FOLDERS, iteration_files, recorded_iterations
 
 KEYS = ("uid", "sample", "score", "reward_error")
-"""Columns that rows are chosen by."""
+"""Columns by which rows are chosen."""
 SHOWN = 8
-"""Most uids that an error names."""
+"""Largest number of values that an error message lists."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which row of an iteration; all that are given must fit, and of several rows that do, the first is taken."""
+    """Conditions for one row of an iteration. All given conditions must hold; the first such row is taken."""
 
     uid: str | None = None
     sample: int | None = None
     order: str | None = None
     """`best`, `worst` (by score, failed rows left out) or `failed`."""
     seed: int | None = None
-    """Of a draw among the rows."""
+    """Seed of a random draw among the rows."""
 
 
 class Rows:
-    """The recorded rows of one iteration: first their keys, whole rows when asked for.
+    """The recorded rows of one iteration. Their keys are read first, whole rows on request.
 
     Args:
         run_dir: the run's folder or URL.
-        iteration: which; of validation, the policy version. None is the latest.
+        iteration: number of the iteration; for validation, the policy version. None is the latest.
         split: `train` or `val`.
 
     Raises:
-        FileNotFoundError: there is no such iteration, or no row of any.
+        FileNotFoundError: the iteration has no rows, or no iteration has any.
         ValueError: a file is damaged.
     """
 
@@ -65,12 +65,12 @@ class Rows:
         """File and number of each row."""
 
     def read(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Row `number` with those of `columns` that the run has."""
+        """Read row `number`, with the `columns` that the run has."""
         name, row = self.places[number]
         return self._read(name, columns).slice(row, 1).to_pylist()[0]
 
     def choose(self, choice: Choice) -> int:
-        """The number of the row that `choice` means.
+        """Return the number of the row that `choice` selects.
 
         Raises:
             ValueError: no row fits.
@@ -113,10 +113,10 @@ class Rows:
 
 
 def watched(rows: Rows, split: str, count: int) -> list[int]:
-    """Numbers of at most `count` rows that stand for the iteration.
+    """Choose at most `count` rows that represent the iteration.
 
-    Of training rows, some at random, the same whenever it is asked. Of validation rows, the first response to each of
-    the first prompts, which are the same in every validation.
+    Training rows are drawn at random, always the same ones for an iteration. Validation rows are the first response to
+    each of the first prompts, which are the same in every validation.
     """
     numbers = range(len(rows.keys))
     if split == "train":

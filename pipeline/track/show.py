@@ -1,6 +1,6 @@
-"""One recorded row on the terminal: the conversation with what is known of each of its parts, then its score.
+"""One recorded row on the terminal: the conversation with the facts of each part, then its score.
 
-Colours are those of the roles; without a terminal, or with `NO_COLOR`, everything they say is also in words.
+Colours mark the roles. All that they show is also in words, for output without a terminal or with `NO_COLOR`.
 """
 
 import json
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 CONTROL_STYLE = "bold reverse"
 CONTROL_MARKS = "⟦", "⟧"
-"""Stand around a control token, which text that only looks like one does not have."""
+"""Marks around a control token. Text that only looks like a control token has none."""
 LABEL_WIDTH = 10
 
 
 class Page:
-    """Prints a row.
+    """A printer of rows.
 
     Args:
-        console: where to.
-        tokenizer: shows tokens instead of messages, if given.
+        console: the console to print on.
+        tokenizer: if given, tokens are shown instead of messages.
     """
 
     def __init__(self, console: Console, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
@@ -43,8 +43,8 @@ class Page:
         Args:
             row: with the columns of `conversation`.
             talk: its conversation.
-            title: what row it is.
-            place: the file that it is in.
+            title: the title, which names the row.
+            place: the row's file.
         """
         self._print(Text(title, "bold"))
         if self._tokenizer is None:
@@ -133,7 +133,7 @@ def _count(tokens: int) -> str:
 
 
 def _facts(turn: Turn) -> list[str]:
-    """What is known of a turn."""
+    """Return the known facts of a turn."""
     facts = [_count(turn.tokens)] if turn.tokens else ["not in the response"]
     if turn.sequence and turn.answer:
         facts.append(f"sequence {turn.sequence + 1}")

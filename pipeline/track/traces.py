@@ -2,8 +2,8 @@
 
 1. Ids follow from the MLflow run and the row, so a trace that is sent again replaces itself.
 2. Messages have OpenAI's form, which MLflow's pages show as a conversation.
-3. The row has its seconds as a whole. Answers share the engine's seconds by their tokens, replies the environment's
-   equally, and the row ends when it is reported: the times of single spans are estimates.
+3. Only the row's total time is known. Answers share the engine's seconds by their tokens, replies share the
+   environment's equally, and the row ends when it is reported. So the times of single spans are estimates.
 4. Tags to filter by: `iteration`, `split`, `data_source`, `uid`, `sample`, `ended`, `run`. The score is feedback.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mlflow.entities import Span, TraceInfo
 
 TEXT_LENGTH = 20_000
-"""Characters of one message."""
+"""Longest text of one message (characters)."""
 PREVIEW_LENGTH = 1000
 TAG_LENGTH = 250
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that MLflow's pages show; others are shown as the user's."""
+"""Roles that MLflow's pages show; others become `user`."""
 
 
 class Trace:
@@ -31,11 +31,11 @@ class Trace:
 
     Args:
         row: with the columns of `conversation`.
-        iteration: of the row; of validation, the policy version.
-        run_id: of the MLflow run.
-        run_name: its name.
-        experiment_id: of its experiment.
-        ended: when the row counts as ended, in Unix seconds.
+        iteration: iteration of the row; for validation, the policy version.
+        run_id: id of the MLflow run.
+        run_name: name of the run.
+        experiment_id: id of its experiment.
+        ended: end of the row, in Unix seconds.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Trace:
         numbers = json.loads(row.get("episode") or "{}")
         seconds = float(numbers.get("episode_s", row["generate_s"] or 0.0))
         self._numbers, self._ended_ns, self._began_ns = numbers, int(ended * 1e9), int((ended - seconds) * 1e9)
-        # Ids of calls, which rows do not have, join them to their results.
+        # Rows lack ids of calls. These ids join the calls to their results.
         parts = [part for turn in self._talk.turns for part in (turn.opening, turn.messages)]
         self._prompt, *parts = chat_messages([self._talk.prompt, *parts])
         self._openings, self._parts = parts[::2], parts[1::2]
 
     def info(self) -> "TraceInfo":
-        """What lists of traces show."""
+        """Return the trace's entry in MLflow's lists."""
         from mlflow.entities import AssessmentSource, Feedback, TraceInfo, TraceLocation, TraceState
 
         row, error = self._row, self._row["reward_error"]
@@ -91,7 +91,7 @@ class Trace:
         )
 
     def spans(self) -> "list[Span]":
-        """The spans, the row's own first."""
+        """Return the spans, the row's own first."""
         row, talk = self._row, self._talk
         talks: list[list[dict[str, Any]]] = [[]]
         for opening, part in zip(self._openings, self._parts, strict=True):
@@ -133,12 +133,12 @@ class Trace:
     def _replies(
         self, number: int, turn: Turn, part: list[dict[str, Any]], times: tuple[int, int], calls: list[dict[str, Any]]
     ) -> "list[Span]":
-        """One span per tool call, or one of the environment."""
+        """Return one span per tool call, or one of the environment."""
         if not calls or len(calls) != len(part):
             return [self._span("environment", "ENVIRONMENT", number, times, None, _chat(part), _attributes(turn))]
         spans = []
         for place, (call, message) in enumerate(zip(calls, part, strict=True)):
-            # The tokens are those of all results together.
+            # The tokens count all results together.
             facts = _attributes(turn) if place == 0 else {}
             function, text = call["function"], message["content"]
             spans.append(
@@ -147,7 +147,7 @@ class Trace:
         return spans
 
     def _times(self) -> list[tuple[int, int]]:
-        """Begin and end of each turn in nanoseconds."""
+        """Return begin and end of each turn in nanoseconds."""
         turns, whole = self._talk.turns, self._ended_ns - self._began_ns
         tokens = sum(turn.tokens for turn in turns if turn.answer)
         replies = sum(not turn.answer for turn in turns)
@@ -170,7 +170,7 @@ class Trace:
         facts: Mapping[str, Any],
         error: str | None = None,
     ) -> "Span":
-        """A span; the row's own has no `number`."""
+        """Make a span; the row's own has no `number`."""
         from mlflow.entities import Span
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import ReadableSpan
@@ -204,7 +204,8 @@ class Trace:
 
 
 def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Messages of a row in OpenAI's form, long texts cut; results of calls name the call, in the order of the calls."""
+    """Convert messages of a row to OpenAI's form, with long texts cut; results name their calls, in the order of the
+    calls."""
     made: list[list[dict[str, Any]]] = []
     waiting: list[str] = []
     total = 0
@@ -226,7 +227,7 @@ def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dic
 
 
 def clean(text: str, most: int | None = None) -> str:
-    """Text that any tracking store takes: valid UTF-8 without NUL, cut to `most` characters."""
+    """Make text valid for any tracking store: UTF-8 without NUL, cut to `most` characters."""
     text = text.encode(errors="replace").decode().replace("\0", "\ufffd")
     if most is None or len(text) <= most:
         return text

@@ -32,9 +32,9 @@ class Tracker:
 
     Args:
         run: the run; with `resume`, its metrics are continued, too.
-        total_iterations: iterations in all, None when unknown.
+        total_iterations: iterations in all, None if unknown.
         loggers: any of `console`, `mlflow`, `wandb`, `tensorboard`.
-        flush_timeout_s: longest wait of `finish` for trackers that lag.
+        flush_timeout_s: longest wait of `finish` for slow trackers.
 
     Raises:
         ValueError, ImportError: as `check_loggers`.
@@ -66,7 +66,7 @@ class Tracker:
         return self._run.folder / "learning_curve.png"
 
     def start(self) -> None:
-        """Open `metrics.jsonl` and begin to connect to the trackers in the background.
+        """Open `metrics.jsonl` and start to connect to the trackers in the background.
 
         Raises:
             ValueError: the `metrics.jsonl` to be continued is damaged before its last line.
@@ -78,7 +78,7 @@ class Tracker:
         self._console.start()
 
     def log(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record one iteration; one that comes again replaces itself and all later ones.
+        """Record one iteration. If it is recorded again, it replaces itself and all later ones.
 
         Raises:
             ValueError: a metric is not a number.
@@ -94,7 +94,7 @@ class Tracker:
         self._console.update(iteration, numbers)
 
     def keep(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record one iteration in `metrics.jsonl` alone, before it is known in full; `log` replaces it.
+        """Record one iteration only in `metrics.jsonl`, before all its metrics are known; `log` replaces it.
 
         Raises:
             ValueError, OSError: as `log`.
@@ -103,7 +103,7 @@ class Tracker:
             self._opened().append(iteration, metrics)
 
     def recorded(self, iteration: int) -> dict[str, float] | None:
-        """Metrics of `iteration` in `metrics.jsonl`, also from before the run was resumed; None without."""
+        """Return the metrics of `iteration` in `metrics.jsonl`, also from before a resume; None if it has none."""
         with self._lock:
             for record in reversed(self._opened().records):
                 if record["iteration"] == iteration:
@@ -111,11 +111,11 @@ class Tracker:
         return None
 
     def status(self, text: str) -> None:
-        """Show what the run does or waits for."""
+        """Show the current activity or wait of the run."""
         self._console.status(text)
 
     def notice(self, text: str) -> None:
-        """Show what has to be seen in a log, too."""
+        """Show a message that must also be in a log."""
         self._console.notice(text)
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -123,7 +123,7 @@ class Tracker:
         self._loggers.samples(iteration, rows)
 
     def traces(self, split: str, iteration: int, count: int) -> None:
-        """Send `count` recorded rows of an iteration to MLflow as traces; of `val`, the policy version."""
+        """Send `count` recorded rows of an iteration (for `val`, of a policy version) to MLflow as traces."""
         self._loggers.traces(split, iteration, time.time(), count)
 
     def finish(self, status: str, summary: Mapping[str, str] | None = None) -> list[str]:
@@ -134,7 +134,7 @@ class Tracker:
             summary: further lines of the table, such as `{"model": path, "to continue": command}`.
 
         Returns:
-            Sentences on what could not be sent.
+            Sentences on records that could not be sent.
 
         Raises:
             ValueError: an unknown `status`.

@@ -1,10 +1,10 @@
 """Every trajectory as parquet under the run's folder, partitioned by iteration.
 
-`trajectories/iteration=NNNNNN/chunk-CCCCCC.parquet` holds the training rows of one chunk, `validation/...` those of
-one validation chunk, and `old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet` the log-probs that a train worker
-recomputed (`uid` and `sample` name the row). A file's name follows from its rows alone, so a chunk that Ray Data
-computes again replaces its own file. The column `iteration` is only in the folder's name: readers of partitioned data
-(pandas, pyarrow, DuckDB, polars) refuse a folder that has it in both, for its two types.
+`trajectories/iteration=NNNNNN/chunk-CCCCCC.parquet` holds the training rows of one chunk, and `validation/...` the rows
+of one validation chunk. `old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet` holds the log-probs that a train worker
+recomputed (`uid` and `sample` name the row). The rows determine the file's name, so a chunk that Ray Data computes
+again replaces its own file. The column `iteration` is only in the folder's name: readers of partitioned data (pandas,
+pyarrow, DuckDB, polars) refuse a folder that has it in both places with two types.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from pipeline.rows import FLOATS, flat, ragged
 from pipeline.storage.filesystem import STANDING, filesystem_of
 
 UNRECORDED = re.compile(r"the trajectories cannot be written to .*?`trainer\.default_local_dir`")
-"""What `Record` says of a file that it cannot write."""
+"""The error message of `Record` for a file that it cannot write."""
 FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_log_probs"}
 
 
 class Record:
-    """Map stage that writes the rows it sees and returns them unchanged.
+    """Map stage that writes its rows and returns them unchanged.
 
     Args:
         run_dir: absolute folder that all engines share, or a URL (`s3://`, `gs://`, `hdfs://`, ...).
@@ -61,7 +61,7 @@ class Record:
         Args:
             table: one rank's rows of the iteration, in the order of `old_log_probs`.
             iteration: the iteration that trains on them.
-            rank: the train worker.
+            rank: rank of the train worker.
             old_log_probs: [N], one for each response token.
 
         Raises:
@@ -73,8 +73,8 @@ class Record:
         self._write(_folder(self._root, "old_log_probs", iteration), f"rank-{rank:05d}.parquet", rows)
 
     def _write(self, folder: str, name: str, rows: pa.Table) -> None:
-        # The bytes are complete before a file is opened: closing a half-written stream of an object store would
-        # otherwise publish it.
+        # The bytes are complete before a file is opened. Otherwise an object store would publish a half-written stream
+        # as it is closed.
         content = pa.BufferOutputStream()
         # Dictionaries would make the file larger, and take most of the time.
         pq.write_table(rows, content, compression="zstd", use_dictionary=False)
@@ -85,7 +85,7 @@ class Record:
                 stream.write(content.getvalue())
             self._filesystem.move(aside, path)
         except OSError as error:
-            # A storage that takes no file may not answer this either.
+            # A storage that rejects a file may reject these requests, too.
             with suppress(OSError):
                 if self._filesystem.get_file_info(aside).type != pafs.FileType.NotFound:
                     self._filesystem.delete_file(aside)
@@ -97,8 +97,8 @@ class Record:
 
 
 def why_unrecorded(error: BaseException) -> str | None:
-    """The sentence of `Record`, which an error of another process holds as text, if the disk will not take rows by
-    itself again; None for other errors."""
+    """Return the message of `Record` inside an error of another process, if the disk will not recover by itself; None
+    for other errors."""
     found = UNRECORDED.search(str(error))
     standing = found is not None and any(os.strerror(number) in found[0] for number in STANDING)
     return found[0] if found and standing else None
@@ -107,13 +107,13 @@ def why_unrecorded(error: BaseException) -> str | None:
 def read_trajectories(
     run_dir: str, iteration: int, split: str = "train", columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Rows of one iteration in the order of their chunks, `iteration` put back in.
+    """Read the rows of one iteration in the order of their chunks, with the column `iteration`.
 
     Args:
         run_dir: the run's folder or URL.
-        iteration: which; with `split="val"` the policy version that was validated.
+        iteration: number of the iteration; with `split="val"`, of the validated policy version.
         split: `train`, `val`, or `old_log_probs`.
-        columns: which columns are read besides `iteration`; None reads all.
+        columns: columns to read besides `iteration`; None reads all.
 
     Raises:
         ValueError: `split` is none of these, or the file system of a URL is unknown.
@@ -134,7 +134,7 @@ def read_trajectories(
 
 
 def recorded_files(run_dir: str) -> dict[int, list[str]]:
-    """By recorded iteration, in order: the files of its training rows, as paths of the folder's file system.
+    """Return the files of training rows by recorded iteration, in order, as paths of the folder's file system.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -144,7 +144,7 @@ def recorded_files(run_dir: str) -> dict[int, list[str]]:
 
 
 def recorded_iterations(run_dir: str, split: str) -> list[int]:
-    """Iterations with rows of `split`, in order; of `val`, policy versions.
+    """Return the iterations with rows of `split`, in order; for `val`, policy versions.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -154,7 +154,7 @@ def recorded_iterations(run_dir: str, split: str) -> list[int]:
 
 
 def iteration_files(run_dir: str, iteration: int, split: str) -> list[str]:
-    """Files of one iteration, as paths of the folder's file system; empty where it has none.
+    """Return the files of one iteration, as paths of the folder's file system; empty if it has none.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -166,8 +166,8 @@ def iteration_files(run_dir: str, iteration: int, split: str) -> list[str]:
 def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
     """Remove training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
 
-    Called before a run resumes at `iteration`: chunks are numbered from there again, so files of the abandoned attempt
-    would stand beside the new ones. Returns the iterations whose training rows were removed.
+    Called before a run resumes at `iteration`. Chunks are numbered from there again, so files of the abandoned attempt
+    would mix with the new ones. Returns the iterations whose training rows were removed.
     """
     filesystem, root = filesystem_of(run_dir)
     removed = []
@@ -192,11 +192,11 @@ def _files(filesystem: pafs.FileSystem, folder: str) -> list[str]:
 
 
 def _file_name(rows: pa.Table) -> str:
-    # With dynamic sampling rows of several chunks are trained as one, and no two of these begin in the same chunk.
+    # With dynamic sampling one table holds rows of several chunks, and each table begins in another chunk.
     chunk = rows["chunk"][0].as_py()
     if chunk >= 0:
         return f"chunk-{chunk:06d}.parquet"
-    # Validation chunks have no number: the first row's place keeps files in order, its group keeps them apart.
+    # Validation chunks have no number: the first row's offset keeps files in order, its group keeps them apart.
     group = hashlib.blake2b(str(rows["uid"][0]).encode(), digest_size=4).hexdigest()
     return f"chunk-{rows['offset'][0].as_py():06d}-{group}.parquet"
 

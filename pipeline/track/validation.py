@@ -1,4 +1,4 @@
-"""How good a policy version is on the validation prompts: mean, best, worst and majority of its N responses.
+"""The quality of a policy version on the validation prompts: mean, best, worst and majority of its N responses.
 
 Every number is exact; nothing is bootstrapped. No model library is imported, because light stages run this module.
 """
@@ -25,13 +25,13 @@ from pipeline.track.trajectories import Record
 
 
 class Validation:
-    """The stage where validation rows leave the stream: they are recorded, and the driver gets their numbers."""
+    """The stage that takes validation rows out of the stream: it records them and sends their numbers to the driver."""
 
     def __init__(self, run_dir: str, store: StoreClient):
         self._record, self._store = Record(run_dir), store
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of `table` that are not for validation."""
+        """Record the validation rows, and return the other rows of `table`."""
         for_validation = pc.equal(table["split"], "val")
         if not pc.any(for_validation).as_py():
             return table
@@ -45,10 +45,10 @@ class Validation:
 
 
 def prompt_scores(table: pa.Table) -> list[PromptScores]:
-    """The numbers of each prompt (`uid`), in the order of the rows; the rows of a prompt must all be there.
+    """Collect the numbers of each prompt (`uid`), in the order of the rows; all rows of a prompt must be present.
 
     Args:
-        table: validation rows with data_source, uid, score, response, and reward_parts and reward_error where known.
+        table: validation rows with data_source, uid, score, response, and reward_parts and reward_error if known.
     """
     prompts: dict[tuple[str, str], PromptScores] = {}
     votes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
@@ -60,7 +60,7 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
         if row.get("reward_error") is not None:
             continue
         parts = json.loads(row.get("reward_parts") or "{}")
-        # A `pred` that is there and null is an answer too.
+        # A `pred` that is null is an answer too.
         answer = json.dumps(parts["pred"], sort_keys=True) if "pred" in parts else row["response"].strip()
         vote = votes[key].setdefault(answer, len(votes[key]))
         prompt.scores.append(float(row["score"]))
@@ -71,17 +71,18 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
 
 
 def right(accuracies: Iterable[float | None]) -> list[float]:
-    """The accuracies that count where some responses have one: an answer that was not judged is not right."""
+    """Return the accuracies of a source that has some; a response without one counts as 0."""
     return [acc or 0.0 for acc in accuracies]
 
 
 def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
-    """mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts.
+    """Compute mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts.
 
-    They are given for `reward`, the score, and if the reward function also returns `acc` (whether the answer is right,
-    0 to 1) for some row of the source, for that: `acc` is then under `val-core` and the score under `val-aux`. A row
-    without `acc` counts as 0 there, and in `val-aux/{source}/acc/missing_rate`. N is the largest number of responses of
-    a prompt in the source. Rows whose reward failed count only in `val-aux/{source}/reward/error_rate`.
+    They are computed for the score (`reward`). If the reward function also returns `acc` (0 to 1, whether the answer is
+    right) for some row of the source, they are computed for `acc`, too: then `acc` is under `val-core` and the score
+    under `val-aux`. A row without `acc` counts as 0 there, and in `val-aux/{source}/acc/missing_rate`. N is the largest
+    number of responses of a prompt in the source. Rows whose reward failed count only in
+    `val-aux/{source}/reward/error_rate`.
     """
     stats: Stats = {}
     for source in dict.fromkeys(prompt.data_source for prompt in prompts):
@@ -113,7 +114,7 @@ def check_metric(metric: str, sources: Mapping[str, bool | None], n: int, agent:
         agent: the section `agent`, whose environments may give `acc`, too.
 
     Raises:
-        ValueError: a sentence with the names that there are.
+        ValueError: a sentence with the valid names.
     """
     if agent.used and metric.startswith("val-agent/"):
         return

@@ -147,7 +147,7 @@ class Actor(Learner):
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
         parts = ranks.all_gather(own.astype(np.float64))[:: self.mesh.same_rows]
-        chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
+        chosen = self.loss.choose_tokens(Candidates(*np.concatenate(parts, axis=1)), self.config)
         before = sum(part.shape[1] for part in parts[: ranks.rank() // self.mesh.same_rows])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]

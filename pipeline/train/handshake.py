@@ -18,8 +18,8 @@ from pipeline.config import Config
 from pipeline.derived import scorers, uses_engines
 from pipeline.errors import FinalError
 from pipeline.greeting import Change, Greeting, GreetingPlan, Way
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.handshake import Compared, sentence, shake_hands
+from pipeline.models.precision import torch_dtype
 from pipeline.store.shaking import Shaking
 from pipeline.train import ranks
 from pipeline.train.actor import Actor

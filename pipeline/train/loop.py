@@ -30,7 +30,8 @@ from pipeline.errors import FinalError
 from pipeline.greeting import Greeting
 from pipeline.models.batch import TrainBatch
 from pipeline.models.ends import find_ends
-from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype, try_save
+from pipeline.models.fsdp import NotSavedError, rescue, save_hf, try_save
+from pipeline.models.precision import torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
@@ -48,10 +49,10 @@ from pipeline.track.trajectories import Record, discard_trajectories, why_unreco
 from pipeline.train import ranks
 from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
-from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.handshake import Handshake
 from pipeline.train.learner import Learner
+from pipeline.train.loop_settings import LoopSettings
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
 from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic, build_publishers

@@ -11,8 +11,8 @@ from pipeline.derived import (
     trains_beside_reference,
 )
 from pipeline.models import adapter
-from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.precision import torch_dtype
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -60,15 +60,14 @@ def build_publishers(
     import ray
 
     limit = config.trainer.weight_bucket_mb * 2**20
-    transport = config.trainer.weight_transport
-    memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None
+    nixl = config.trainer.weight_transport == "nixl"
+    memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if nixl else None
     dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
-    delta = transport == "delta"
     lora, alone = config.model.lora, None
     if lora.alone:
         names = [adapter.peft_name(name) for name, _ in actor.module.named_parameters() if ".lora_" in name]
         alone = adapter.settings_of(lora, config.model.path, names)
-    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory, alone)}
+    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, memory, alone)}
     if critic:
         replica = scoring_model(config.model, config.scoring.value, config.critic.fsdp)
         dtype = torch_dtype(replica.dtype, "scoring.value.dtype")

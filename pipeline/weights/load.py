@@ -5,8 +5,8 @@ a time from all ranks, verifies its checksum and joins whole parameters, so the 
 `trainer.weight_bucket_mb` and not by the model. `register` makes this a vLLM weight transfer backend, for in-process
 engines and tensor-parallel workers.
 
-With `trainer.weight_transport=delta` a shard also holds what has changed since earlier versions (`delta.py`). With
-`nixl` the buffers stay with the train workers, and an engine reads them there (`direct.py`).
+With `trainer.weight_transport=nixl` the buffers stay with the train workers, and an engine reads them there
+(`direct.py`).
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton_beside
 from pipeline.weights.checksum import crc
-from pipeline.weights.delta import BucketCache, Span
 from pipeline.weights.direct import RemoteBuffer, read
 from pipeline.weights.reload import Reload
 
@@ -61,16 +60,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one rank changed from version `since` to the next."""
-
-    since: int
-    buckets: list[Any]
-    """As of `Shard`: the changes of each bucket."""
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Shard:
     """One rank's part of a policy version."""
 
@@ -80,16 +69,8 @@ class Shard:
     """One object ref, `RemoteBuffer` or (outside Ray) the buffer itself per bucket."""
     checksums: list[int]
     """`crc` of each bucket."""
-    version: int = -1
-    """Version of the weights; -1 if only whole buckets are published."""
-    steps: list[Step] = field(default_factory=list)
-    """From earlier versions, the oldest first."""
     adapter: Mapping[str, Any] | None = None
     """Settings of the adapter (`pipeline/models/adapter.py`) that these tensors are; None: they are a whole model."""
-
-    def spans(self, number: int) -> list[Span]:
-        """Where the pieces of a bucket are in it."""
-        return [(piece.offset, piece.nbytes, piece.itemsize) for piece in self.pieces if piece.bucket == number]
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -118,29 +99,24 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
 
 
 def parameters(
-    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], cache: BucketCache | None = None
+    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Yield whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
 
     While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. A tensor that
-    one rank holds whole is not copied: it is read-only, and a cache changes it with the next version.
+    one rank holds whole is not copied: it is read-only.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
         fetch: turns refs into byte buffers or uint8 tensors, for example `ray.get`.
-        cache: the buckets that are here, which are brought to this version; None fetches whole ones.
 
     Raises:
         ValueError: a bucket's bytes do not match its checksum, or the parts of a parameter do not add up.
     """
-    if min(shard.version for shard in shards) < 0:
-        cache = None
-    if cache:
-        cache.begin(shards)
     count = len(shards[0].buckets)
 
     def arrive(number: int) -> list[Any]:
-        buffers = cache.take(shards, number, fetch) if cache else fetch([shard.buckets[number] for shard in shards])
+        buffers = fetch([shard.buckets[number] for shard in shards])
         for shard, buffer in zip(shards, buffers, strict=True):
             if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
@@ -160,8 +136,6 @@ def parameters(
         # One after the other: memory of a parameter that the caller has dropped serves the next one.
         for name, found in named.items():
             yield name, _joined(name, [(piece, _numbers(buffers[index], piece)) for index, piece in found])
-    if cache:
-        cache.done(shards)
 
 
 def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
@@ -236,7 +210,6 @@ def register() -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._cache = BucketCache()
             self._reload: Reload | None = None
             self._watch: Watch | None = None
             self._needed: set[str] = set()
@@ -259,7 +232,7 @@ def register() -> None:
                 return fetch(refs, self.device, update_info.timeout)
 
             model: Any = self.model
-            weights = as_in_checkpoint(self._lm, parameters(update_info.shards, take, self._cache))
+            weights = as_in_checkpoint(self._lm, parameters(update_info.shards, take))
             self._names = {piece.name for shard in update_info.shards for piece in shard.pieces}
             self._watch = None if self._names == self._accepted else Watch(model, self._needed)
             if self._watch is None:

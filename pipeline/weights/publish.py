@@ -8,10 +8,8 @@ and an engine can load bucket by bucket (`load.py`).
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,11 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.models.lora import published
 from pipeline.models.state import is_weight, tensors
-from pipeline.stats import Stat, Stats, mean
+from pipeline.stats import Stat, Stats
 from pipeline.weights.checksum import crc
-from pipeline.weights.delta import MAX_STEPS, encode
 from pipeline.weights.direct import ALIGNED, PublishedMemory
-from pipeline.weights.load import Piece, Shard, Step
+from pipeline.weights.load import Piece, Shard
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters and buffers with their names."""
@@ -179,28 +176,18 @@ def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adap
 class Staging:
     """Host memory for buckets, written again and again: to touch fresh memory takes longer than to copy.
 
-    `put` must have copied a bucket when it returns.
-
-    Args:
-        keeps: a version's buckets stand until the version after the next; otherwise there are two buckets in turn.
+    There are two buckets in turn. `put` must have copied a bucket when it returns.
     """
 
-    def __init__(self, keeps: bool) -> None:
-        self._keeps = keeps
-        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
-        self._version = self._number = 0
-
-    def begin(self, version: int) -> None:
-        """Let `version` overwrite the one before the last."""
-        self._version, self._number = version, 0
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return memory [nbytes] uint8 for the next bucket."""
-        key = (self._version % 2, self._number) if self._keeps else (0, self._number % 2)
-        self._number += 1
-        if key not in self._buffers or len(self._buffers[key]) < nbytes:
-            self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffers[key][:nbytes]
+        self._buffers.reverse()
+        if len(self._buffers[0]) < nbytes:
+            self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[0][:nbytes]
 
 
 class WeightPublisher:
@@ -210,7 +197,6 @@ class WeightPublisher:
         rank, dtype, limit: see `pack`.
         put: stores a copy of a uint8 numpy array and returns a reference to it; `ray.put`.
         rename: turns a parameter's name into the engine's.
-        delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
         adapter: see `pack`.
     """
@@ -222,56 +208,28 @@ class WeightPublisher:
         limit: int,
         put: Callable[[Any], Any],
         rename: Callable[[str], str] = str,
-        delta: bool = False,
         memory: PublishedMemory | None = None,
         adapter: Mapping[str, Any] | None = None,
     ) -> None:
         self._args, self._adapter = (rank, dtype, limit), adapter
         self._put: Callable[[Any], Any] = memory.put if memory else put
-        self._rename, self._delta, self._memory = rename, delta, memory or Staging(keeps=delta)
-        self._version = -1
-        self._kept: list[np.ndarray] = []
-        self._steps: list[Step] = []
-        self.whole_bytes = 0
-        """Size of the last version's buckets."""
+        self._rename, self._memory = rename, memory or Staging()
         self.bytes = 0
-        """Bytes that an engine fetches if it has the version before."""
+        """Size of the last version's buckets."""
 
     def stats(self) -> Stats:
         """Return metrics of the last version."""
-        fetched, whole = float(self.bytes), float(self.whole_bytes)
-        return {"perf/weight_bytes": Stat("sum", (fetched,)), "perf/weight_bytes_ratio": mean(fetched, whole)}
+        return {"perf/weight_bytes": Stat("sum", (float(self.bytes),))}
 
     def pack(self, model: nn.Module, version: int) -> Shard:
         """Pack this rank's part of the current weights, which are version `version`."""
-        buffers: list[Any] = []
+        self.bytes = 0
 
         def put(buffer: Any) -> Any:
-            buffers.append(buffer)
+            self.bytes += len(buffer)
             return self._put(buffer)
 
         if isinstance(self._memory, PublishedMemory):
             self._memory.begin(version, held_bytes(model, *self._args, self._adapter is not None))
-        else:
-            self._memory.begin(version)
         weights = named(model, self._rename, self._adapter is not None)
-        shard = pack(weights, *self._args, put, self._memory, self._adapter)
-        self.whole_bytes = self.bytes = sum(map(len, buffers))
-        if not self._delta:
-            return shard
-        if version == self._version + 1 and [len(b) for b in buffers] == [len(b) for b in self._kept]:
-            changes = [
-                encode(old, new, shard.spans(number))
-                for number, (old, new) in enumerate(zip(self._kept, buffers, strict=True))
-            ]
-            self.bytes = min(sum(map(len, changes)), self.whole_bytes)
-            self._steps.append(Step(self._version, [self._put(change) for change in changes], self.bytes))
-        else:
-            self._steps.clear()
-        # Steps that are as long together as the whole save nothing.
-        while self._steps and (
-            len(self._steps) > MAX_STEPS or sum(step.nbytes for step in self._steps) >= self.whole_bytes
-        ):
-            del self._steps[0]
-        self._version, self._kept = version, buffers
-        return replace(shard, version=version, steps=list(self._steps))
+        return pack(weights, *self._args, put, self._memory, self._adapter)

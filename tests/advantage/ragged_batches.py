@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
-from pipeline.advantage.registry import _ESTIMATORS
+from pipeline.catalogue import ESTIMATORS
 from pipeline.config.algorithm import AlgorithmConfig
 
-NAMES = sorted(name for name, known in _ESTIMATORS.items() if known.function.__module__.startswith("pipeline."))
+NAMES = sorted(name for name, known in ESTIMATORS.items() if known.built_in)
 """The built-in estimators."""
 KEYS = ["score", "format"]
 

@@ -11,9 +11,9 @@ def test_names():
     with pytest.raises(ValueError, match="registered twice"):
         register_adv_est("grpo", scope="group")(lambda data, config: None)
     with pytest.raises(ValueError, match="'group' or 'batch'"):
-        register_adv_est("other", scope="token")
+        register_adv_est("other", scope="token")(len)
     with pytest.raises(ValueError, match=r"needs \['luck'\]; it may need values, baselines"):
-        register_adv_est("other", needs=("values", "luck"))
+        register_adv_est("other", needs=("values", "luck"))(len)
 
 
 def test_import_path():

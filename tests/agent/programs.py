@@ -211,5 +211,5 @@ def plain(row, chat):
     return 1.0
 
 
-async def no_chat(row):
+async def no_row():
     return 1.0

@@ -8,9 +8,10 @@ import pytest
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.conversation import Answer
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.processes import Processes
 from pipeline.agent.replies import Returned
-from pipeline.agent.session import EpisodeFailed, Session
+from pipeline.agent.session import Session
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import run
 
@@ -156,7 +157,7 @@ def test_a_program_that_hangs_tells_where(name: str) -> None:
     ("spec", "words"),
     [
         ("plain", "which is no coroutine function; write async def run(row, chat)"),
-        ("no_chat", "which cannot be called with (row, chat)"),
+        ("no_row", "which can be called neither with (row, chat) nor with (row)"),
         ("gone", "has no gone"),
     ],
 )

@@ -14,8 +14,8 @@ from pipeline.agent.bridge import Bridge
 from pipeline.agent.calls import Reader
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import Conversation
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.language import Language
-from pipeline.agent.session import EpisodeFailed
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation

@@ -18,6 +18,7 @@ from pipeline.agent.episode import Episode
 from pipeline.agent.language import Language
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
+from pipeline.rollout.agents import Agent
 from pipeline.rows import ANSWER
 from tests.agent.test_episode import ROW, Policy, ToyBridge, ToyReader, text
 from tests.agent.test_program import TOOL, Slow, user
@@ -440,11 +441,14 @@ def test_a_command_that_is_no_program() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("preload", [[], ["openai_ready"]])
-def test_the_example_plays_higher_lower(preload: list[str]) -> None:
-    script = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
+CLIENT = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
+WAYS: list[dict[str, Any]] = [{"command": ["python", CLIENT]}, {"command": [], "program": f"{CLIENT}:play"}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["command", "program"])
+def test_the_example_plays_higher_lower(way: dict[str, Any]) -> None:
     policy = Policy("99", "x", "1")
-    played = command("", policy, command=["python", script], env_vars={"GUESSES": "3"}, preload=preload)
+    played = command("", policy, env_vars={"GUESSES": "3"}, **way)
     assert (played.error, played.score, played.parts) == (None, 1.0, {"acc": 1, "guesses": 3})
     assert text(played.contexts[0].ids) == "99$<lower>x$<A number.>1$"
 
@@ -455,8 +459,7 @@ def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str,
     folder = Path(__file__).parents[2] / "examples" / "agents"
     game = runpy.run_path(str(folder / "higher_lower.py"))["HigherLower"](guesses=3, worth=0.5)
     game.open(ROW, 7)
-    script, variables = str(folder / "higher_lower_client.py"), {"GUESSES": "3", "WORTH": "0.5"}
-    played = command("", Policy(*guesses), command=["python", script], env_vars=variables, preload=["openai"])
+    played = command("", Policy(*guesses), env_vars={"GUESSES": "3", "WORTH": "0.5"}, **WAYS[1])
     rewards = [reward for kind, _, reward in played.contexts[0].spans if kind == ANSWER]
     assert rewards == [game.step(Message(guess)).reward for guess in guesses]
     assert rewards[0] == 0.5 * 24 / 32 and (played.error, played.score) == (None, sum(rewards))
@@ -476,3 +479,73 @@ def test_the_models_are_one_that_answers_to_any_name() -> None:
         assert ended.status_code == 410
 
     talk(Policy("12"), use)
+
+
+PROGRAM = """
+import asyncio
+from openai import AsyncOpenAI, OpenAI
+
+imported = []
+
+def answers(row):
+    client, said = OpenAI(max_retries=0), []
+    for turn in range(row["extra_info"]["turns"]):
+        messages = [{"role": "user", "content": f"{turn}"}] if not said else messages + [said[-1], {
+            "role": "user", "content": "more"}]
+        said.append(client.chat.completions.create(model="m", messages=messages).choices[0].message)
+    imported.append(1)
+    return {"rewards": [float(message.content) for message in said], "calls": len(imported)}
+
+async def waits(row):
+    async with AsyncOpenAI() as client:
+        said = await client.chat.completions.create(model="m", messages=row["prompt"])
+    return float(said.choices[0].message.content)
+
+def asks_in_vain(row):
+    OpenAI()
+    raise KeyError("no game")
+
+def says_nothing(row):
+    answers(row)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., Episode]:
+    """Plays an episode of a function of `PROGRAM`."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def play(name: str, *said: str, **config: Any) -> Episode:
+        row = {**ROW, "extra_info": {"turns": len(said)}}
+        way = {"command": [], "program": f"{tmp_path}/program.py:{name}"}
+        return command("", Policy(*said), row=row, **way, **config)
+
+    return play
+
+
+def test_a_function_with_a_client_plays_in_a_fork(program: Callable[..., Episode]) -> None:
+    for _ in range(2):
+        played = program("answers", "1", "2")
+        assert (played.error, played.score, played.parts) == (None, 3.0, {"calls": 1})
+    assert text(played.contexts[0].ids) == "1$<more>2$"
+    assert program("waits", "5").score == 5.0
+
+
+def test_a_function_with_a_client_that_fails_has_its_place(program: Callable[..., Episode]) -> None:
+    played = program("asks_in_vain", "1")
+    assert played.error is not None and "KeyError: 'no game' (program.py, line " in played.error
+    played = program("says_nothing", "1")
+    assert played.error is not None and "the program returned no reward" in played.error
+
+
+def test_a_function_with_a_client_that_is_refused_at_the_end_gets_nothing(program: Callable[..., Episode]) -> None:
+    played = program("answers", "1", "2", "3", max_turns=2)
+    assert (played.error, played.score, played.ended) == (None, 0.0, "turns")
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"hosts": 1}, "agent.hosts"), ({"isolation": "namespaces"}, "isola")])
+def test_a_client_without_a_way_to_the_endpoint_is_refused(settings: dict[str, Any], words: str) -> None:
+    agent = Agent.__new__(Agent)
+    agent.config = AgentConfig(program="a.py:run", **settings)
+    with pytest.raises(ValueError, match=f"agent.program=a.py:run asks by a client of its own, .*{words}"):
+        agent._check_client()

@@ -13,7 +13,7 @@ from pipeline.agent import Call, Message, Observation, episode
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import TOKEN, Ask, Language
 from pipeline.agent.episode import Episode
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation

@@ -14,9 +14,9 @@ from jobs.prepare import calculator, lookup
 from jobs.prepare.__main__ import main
 from jobs.tiny import build_tokenizer, texts
 from pipeline.agent import Call, Message, Observation, ToolError
+from pipeline.agent.errors import PolicyMistake
 from pipeline.agent.load import load
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import PolicyMistake
 from pipeline.config import load_config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.supervised import SFTDataConfig

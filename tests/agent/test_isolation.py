@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation, isolation
+from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, depth, marked, outcome, wait_until_gone
 from tests.agent.test_processes import ROW, WORLDS, run
@@ -41,7 +41,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         drop = SETPRIV
     file.write_text(f'#!/bin/sh\nexec {" ".join([*drop, sys.executable])} "$@"\n')
     file.chmod(0o755)
-    if why := refusal(AgentConfig(tools=[WORLDS], isolation="auto", python=str(file))):
+    if why := refusal(AgentConfig(tools=[WORLDS], isolation="namespaces", python=str(file))):
         assert "this machine cannot isolate environments" in why, why
         pytest.skip(why)
     return str(file)
@@ -81,7 +81,7 @@ def told(config: AgentConfig, *orders: str) -> list[str]:
     return list(run(config, play))
 
 
-def apart(code: Path, python: str, kind: str = "auto", **settings: Any) -> AgentConfig:
+def apart(code: Path, python: str, kind: str = "namespaces", **settings: Any) -> AgentConfig:
     return AgentConfig(environment=f"{code}/apart.py:Told", isolation=kind, python=python, **settings)
 
 
@@ -220,14 +220,14 @@ def test_nothing_is_left_of_episodes_that_fail(tmp_path: Path, code: Path, pytho
         with pytest.raises(EpisodeFailed, match="no answer from step after 1 s"):
             await session.step(Message("tree"), 1)
 
-    run(config(mark, isolation="auto", python=python), play)
+    run(config(mark, isolation="namespaces", python=python), play)
     wait_until_gone(mark)
     run(apart(code, python, env_vars={SECRET: mark}), grow)
     wait_until_gone(mark)
 
 
 def test_nothing_is_left_of_a_run_or_a_keeper_that_is_killed(tmp_path: Path, python: str) -> None:
-    script = PARENT.replace("config(sys.argv[1])", "config(sys.argv[1], isolation='auto', python=sys.argv[2])")
+    script = PARENT.replace("config(sys.argv[1])", "config(sys.argv[1], isolation='namespaces', python=sys.argv[2])")
     kills: list[Callable[[subprocess.Popen[str]], None]] = [
         lambda process: process.kill(),
         lambda process: os.kill(min(marked(str(tmp_path))), signal.SIGKILL),  # the keeper was there first
@@ -256,7 +256,9 @@ os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """)
     file.chmod(0o755)
     refused = refusal(apart(code, str(file)))
-    assert refused.startswith("agent.isolation is auto, but this machine cannot isolate environments ([Errno 1] making")
+    assert refused.startswith(
+        "agent.isolation is namespaces, but this machine cannot isolate environments ([Errno 1] making"
+    )
     assert refusal(apart(code, str(file), "none")) == ""
 
 

@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.load import load
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, WORLDS, run
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pipeline" / "agent"
-PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "preload", "replies", "host", "verl")
-PORTABLE += ("remote", "isolation", "../reward/sandbox/inside/limits", "../reward/sandbox/inside/namespaces")
+PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "replies", "host", "verl")
+PORTABLE += (
+    "own_process",
+    "remote",
+    "isolation",
+    "../reward/sandbox/inside/limits",
+    "../reward/sandbox/inside/namespaces",
+    "../imports/__init__",
+)
 WITH_PACKAGES = ("mcp_client", "openenv")  # imported where the settings name a server
 
 
@@ -57,7 +64,7 @@ def refusal(config: AgentConfig) -> str:
         ({"environment": f"{WORLDS}:HigherLower", "kwargs": {"least": 1}}, "it takes HigherLower(most: int = 63)"),
         ({"tools": ["json"]}, "agent.tools[0] is json, in which no function is marked with @tool; mark it, or write"),
         ({"tools": [WORLDS, f"{WORLDS}:calc"]}, "but another tool is named calc too; a name stands for one"),
-        ({"tools": [f"{WORLDS}:HigherLower"]}, "agent.tools[0]: <class 'agent_worlds_"),
+        ({"tools": [f"{WORLDS}:HigherLower"]}, "agent.tools[0]: <class 'worlds_"),
         ({"tools": ["os.path:join"]}, "agent.tools[0]: parameter a of join has no type hint, such as a: str"),
     ],
 )
@@ -260,6 +267,7 @@ def test_what_other_interpreters_load_is_python_3_9_and_standard_library(name: s
             names = [f"{node.module}.{alias.name}" for alias in node.names if not node.level]
         for module in names:
             own = module.startswith("pipeline.agent.") and portable(module)
+            own = own or module == "pipeline.imports"
             own = own or f"../{module[len('pipeline.') :].replace('.', '/')}" in PORTABLE
             yaml = name == "verl" and module == "yaml"  # only where it is given such a file
             assert own or yaml or module.split(".")[0] in sys.stdlib_module_names, module

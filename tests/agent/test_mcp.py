@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.load import load
 from pipeline.agent.mcp_client import LIMIT, Server
 from pipeline.agent.mcp_streams import is_meant
 from pipeline.agent.processes import Processes
 from pipeline.agent.remote import ServerFailed
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run

@@ -15,8 +15,8 @@ import pytest
 from websockets.sync.server import ServerConnection, serve
 
 from pipeline.agent import Message, Observation
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 

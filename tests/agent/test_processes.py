@@ -1,6 +1,7 @@
 """Environment processes: what they answer, and what is left when they fail."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Call, Message, Observation
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 
 WORLDS = str(Path(__file__).parent / "worlds.py")
@@ -46,6 +47,21 @@ def test_an_environment_answers() -> None:
             await session.close()
 
     run(AgentConfig(environment=f"{WORLDS}:HigherLower", kwargs={"most": 3}), play)
+
+
+def test_a_crash_leaves_no_dump_and_episodes_end_first_when_memory_is_short(tmp_path: Path) -> None:
+    """Without isolation; `test_isolation.py` has the other case."""
+    shutil.copy(Path(WORLDS).with_name("apart.py"), tmp_path)
+    (tmp_path / "beside.py").write_text("GREETING = 'begin'")
+    score = Path("/proc/self/oom_score_adj")
+    assert score.read_text() != "1000\n", "the tests themselves are to end first, so that nothing can be seen"
+
+    async def play(processes: Processes) -> list[Any]:
+        session = await processes.open(ROW, 1, 30)
+        orders = "__import__('resource').getrlimit(4)", f"open({str(score)!r}).read()"
+        return [(await session.step(Message(order), 30)).content for order in orders]
+
+    assert run(AgentConfig(environment=f"{tmp_path}/apart.py:Told"), play) == ["done: (0, 0)", "done: '1000\\n'"]
 
 
 def test_methods_may_be_coroutines_on_one_event_loop() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.agent.errors import PolicyMistake
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.agent import Message
+from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.hosts import Host
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_chats import PROMPT, Policy
 from tests.agent.test_hostile import FAILURES, GOOD, config, wait_until_gone

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.load import load
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 

@@ -5,7 +5,7 @@ import pytest
 import ray
 import torch
 
-from benchmarks.weights import changes, join, model, report, trainer_side
+from benchmarks.weights import join, model, report, trainer_side
 from pipeline.weights.load import parameters
 from pipeline.weights.publish import WeightPublisher
 
@@ -20,9 +20,3 @@ def test_what_the_trainer_does_is_timed_and_whole(monkeypatch: pytest.MonkeyPatc
     arrived = dict(parameters([shard], lambda refs: refs))
     assert all(torch.equal(arrived[name], p) for name, p in module.named_parameters())
     assert report(times, 1.0).row_count == 3
-
-
-def test_a_small_step_changes_little_in_bfloat16_and_everything_in_float32() -> None:
-    found = {dtype: changes(model(1, 64, 300), dtype, 2**16, 1e-6) for dtype in (torch.bfloat16, torch.float32)}
-    assert found[torch.bfloat16]["sent"] < 0.3 and found[torch.bfloat16]["changed"] < 0.1
-    assert found[torch.float32]["sent"] > 0.9 and found[torch.float32]["changed"] > 0.9

@@ -29,24 +29,25 @@ class Tree:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "keys"),
     [
-        ("count", 0, "section.count=0 must be at least 1"),
-        ("share", 0.0, "section.share=0 must be above 0 and at most 1"),
-        ("share", math.nan, "section.share=nan must be a finite number"),
-        ("rest", math.inf, "section.rest=inf must be a finite number"),
-        ("limit", 0, "section.limit=0 must be at least 1, or -1"),
-        ("most", -math.inf, "section.most=-inf must be a number"),
-        ("way", "here", "section.way=here must be one of null, near, far"),
-        ("steps", 0, "section.steps=0 must be at least 1, or null"),
-        ("pair", (0.5, 1.0), "section.pair=[0.5, 1.0] must be at least 0 and below 1"),
-        ("pair", (0.5,), "section.pair=[0.5] must be 2 numbers"),
+        ("count", 0, "section.count=0"),
+        ("share", 0.0, "section.share=0"),
+        ("share", math.nan, "section.share=nan"),
+        ("rest", math.inf, "section.rest=inf"),
+        ("limit", 0, "section.limit=0"),
+        ("most", -math.inf, "section.most=-inf"),
+        ("way", "here", "section.way=here"),
+        ("steps", 0, "section.steps=0"),
+        ("pair", (0.5, 1.0), "section.pair=[0.5, 1.0]"),
+        ("pair", (0.5,), "section.pair=[0.5]"),
     ],
 )
-def test_a_value_outside_its_bounds_is_refused(name, value, words):
+def test_a_value_outside_its_bounds_is_refused(name, value, keys, named):
     tree = Tree()
     setattr(tree.section, name, value)
-    assert list(violations(tree)) == [words]
+    (found,) = violations(tree)
+    named(found, keys)
 
 
 @pytest.mark.parametrize(

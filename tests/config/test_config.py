@@ -72,19 +72,18 @@ def test_an_experiment_may_choose_an_algorithm(tmp_path):
     assert (config.actor.policy_loss.loss_mode, config.rollout.n) == ("vanilla", 3)
 
 
-def test_algorithms_of_ones_own(tmp_path):
+def test_algorithms_of_ones_own(tmp_path, named):
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "mine.yaml").write_text("# @package _global_\nalgorithm: {adv_estimator: opo}")
     assert load_config(["algorithm=mine"], config_dir=tmp_path).algorithm.adv_estimator == "opo"
-    sentence = refusal("algorithm=yours", config_dir=tmp_path)
-    assert sentence.startswith("algorithm=yours: there is no such file; there are: cispo, ") and " mine, " in sentence
+    named(refusal("algorithm=yours", config_dir=tmp_path), "algorithm=yours cispo, mine,")
 
 
-def test_several_algorithms_one_on_top_of_the_other():
+def test_several_algorithms_one_on_top_of_the_other(named):
     config = load_config(["algorithm=[dapo,icepop]"])
     assert config.actor.clip_ratio_high == 0.28
     assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
-    assert "algorithm=nope: there is no such file" in refusal("algorithm=[dapo,nope]")
+    named(refusal("algorithm=[dapo,nope]"), "algorithm=nope cispo,")
 
 
 @pytest.mark.parametrize("text", ["0.5_2", "1_2", "2.0", "1e3", "'0.5_2.0'"])
@@ -112,22 +111,21 @@ def test_mappings_take_any_name(text):
         ("trainer.total_epoch", "trainer.total_epochs"),
     ],
 )
-def test_unknown_key_names_the_nearest(wrong, right, tmp_path):
-    assert refusal(f"{wrong}=1").endswith(f"there is no key {wrong}; did you mean {right}?")
-    assert refusal(f"+{wrong}=1").endswith(f"did you mean {right}?")
+def test_unknown_key_names_the_nearest(wrong, right, tmp_path, named):
+    named(refusal(f"{wrong}=1"), f"{wrong} {right}")
+    named(refusal(f"+{wrong}=1"), f"{wrong} {right}")
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "mine.yaml"
     file.write_text("# @package _global_\n" + as_yaml(wrong, "1"))
-    assert refusal("experiment=mine", config_dir=tmp_path).startswith(f"{file}: there is no key")
+    named(refusal("experiment=mine", config_dir=tmp_path), f"{file} {wrong.split('.')[0]}")
 
 
-def test_key_that_is_like_no_other_lists_its_section():
-    sentence = refusal("algorithm.foo=1")
-    assert "adv_estimator" in sentence and "did you mean" not in sentence
+def test_key_that_is_like_no_other_lists_its_section(named):
+    named(refusal("algorithm.foo=1"), "algorithm.foo adv_estimator")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "kind"),
     [
         ("actor.optim.lr", "abc", "a number"),
         ("rollout.n", "1.5", "a whole number"),
@@ -138,12 +136,12 @@ def test_key_that_is_like_no_other_lists_its_section():
         ("actor.optim.betas", "[a,b]", "a list of 2, each a number"),
     ],
 )
-def test_wrong_type_names_key_value_and_what_was_expected(key, value, words, tmp_path):
+def test_wrong_type_names_key_value_and_what_was_expected(key, value, kind, tmp_path, named):
     sentence = refusal(f"{key}={value}")
-    assert f"{key}={value} does not fit; expected {words}" in sentence
+    named(sentence, f"{key}={value} {kind}")
     (tmp_path / "own.yaml").write_text(f"defaults: [train_schema, _self_]\n{as_yaml(key, value)}")
     sentence = refusal(config_name="own", config_dir=tmp_path)
-    assert str(tmp_path / "own.yaml") in sentence and key in sentence and words in sentence
+    named(sentence, f"{tmp_path}/own.yaml {key} {kind}")
 
 
 def as_yaml(key: str, value: str) -> str:
@@ -152,30 +150,30 @@ def as_yaml(key: str, value: str) -> str:
     return value[1:-1] + "\n"
 
 
-def test_section_given_a_value():
-    assert "actor.optim is a section" in refusal("actor.optim=3")
+def test_section_given_a_value(named):
+    named(refusal("actor.optim=3"), "actor.optim")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "keys"),
     [
-        ("rollout.n=1,2", "one run takes one"),
-        ("~trainer.logger", "removes a key"),
+        ("rollout.n=1,2", "rollout.n=1,2"),
+        ("~trainer.logger", "~trainer.logger"),
         ("experiment=nope", "countdown_cpu"),
         ("no equals sign", "key=value"),
         ("--flag", "key=value"),
-        ("algorithm={lam:0.5}", "set keys one by one: algorithm.lam=..."),
+        ("algorithm={lam:0.5}", "algorithm.lam"),
     ],
 )
-def test_arguments_that_are_no_setting(text, words):
-    assert words in refusal(text)
+def test_arguments_that_are_no_setting(text, keys, named):
+    named(refusal(text), keys)
 
 
-def test_missing_files_and_broken_yaml(tmp_path):
-    assert "train" in refusal(config_name="nope")
-    assert "does not exist" in refusal(config_dir=tmp_path / "nope")
+def test_missing_files_and_broken_yaml(tmp_path, named):
+    named(refusal(config_name="nope"), "nope train")
+    named(refusal(config_dir=tmp_path / "nope"), f"{tmp_path}/nope")
     (tmp_path / "broken.yaml").write_text("a: [\n")
-    assert "not valid YAML" in refusal(config_name="broken", config_dir=tmp_path)
+    named(refusal(config_name="broken", config_dir=tmp_path), f"{tmp_path}/broken.yaml")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("experiment/*.yaml")), ids=lambda path: path.stem)
@@ -191,16 +189,17 @@ def test_saved_settings_come_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "keys"),
     [
-        *((b"rollout: {n: a}", "expected a whole number"), (b"rollout: {nn: 1}", "no key"), (b"[", "YAML")),
-        *((b"", "config.yaml is empty"), (b"\xff\xfe", "config.yaml is damaged: it is not text"), (b"\0\0", "YAML")),
+        *((b"rollout: {n: a}", "rollout.n"), (b"rollout: {nn: 1}", "rollout.nn"), (b"[", "YAML")),
+        *((b"", ""), (b"\xff\xfe", ""), (b"\0\0", "YAML")),
     ],
 )
-def test_settings_of_a_damaged_file_are_refused(text, words, tmp_path):
+def test_settings_of_a_damaged_file_are_refused(text, keys, tmp_path, named):
     (tmp_path / "config.yaml").write_bytes(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as refused:
         load_yaml(tmp_path / "config.yaml", Config)
+    named(refused.value, f"config.yaml {keys}")
 
 
 def test_flat_has_every_key_and_diff_names_the_changed_ones():

@@ -1,5 +1,6 @@
 """Paths in settings, named from the root."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.config.places import LOCAL, file, files, name_from_root
+from pipeline.config.places import KINDS, file, files, name_from_root
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.config.supervised import PreferenceConfig, SFTConfig
@@ -27,6 +28,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def kind_of(owner: type, key: str) -> str | None:
+    """The kind of path that a setting declares."""
+    fields = {item.name: item for item in dataclasses.fields(owner)}
+    return fields[key.rpartition(".")[2]].metadata.get("path")
+
+
+PATHS = {name: kind for name, key in keys(Config).items() if (kind := kind_of(key.owner, name))}
 SPELLED = {
     "model": "project/model",
     "./model/": "project/model",
@@ -41,7 +49,7 @@ SPELLED = {
 
 
 @pytest.mark.parametrize("text", SPELLED)
-@pytest.mark.parametrize("key", [key for key in LOCAL if not key.startswith("reward.")] + ["reward.model.path"])
+@pytest.mark.parametrize("key", [*(key for key, kind in PATHS.items() if kind in ("model", "files", "resume")), "out"])
 def test_a_path_may_be_written_in_any_way(here: Path, text: str, key: str) -> None:
     config: Any = SFTConfig() if key == "out" else Config()
     section, _, name = key.rpartition(".")
@@ -75,9 +83,10 @@ def test_every_setting_that_holds_a_path_is_known() -> None:
     """Its name says so."""
     named = re.compile(r"(^|[._])(path|dir|files|out|run|resume)$")
     for schema in (Config, SFTConfig, PreferenceConfig, DPOConfig):
-        for key in keys(schema):
-            if named.search(key) and not key.startswith("agent."):
-                assert key in LOCAL, key
+        for name, key in keys(schema).items():
+            if named.search(name):
+                assert kind_of(key.owner, name), name
+    assert set(PATHS.values()) == set(KINDS), "a kind that no setting has"
 
 
 def test_code_of_rewards_is_named_from_the_root(here: Path) -> None:
@@ -97,6 +106,17 @@ def test_code_of_rewards_is_named_from_the_root(here: Path) -> None:
         "c": {"path": f"{here}/c.py"},
         "d": {"name": "f"},
     }
+
+
+def test_code_of_algorithms_is_named_from_the_root(here: Path) -> None:
+    config = Config()
+    config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode = "mine.py:best", "package.module:loss"
+    config.data.sampler, config.data.generator = "link/../sampler.py:Mine", "./made.py:Made"
+    name_from_root(config)
+    assert config.algorithm.adv_estimator == f"{here}/project/mine.py:best"
+    assert config.actor.policy_loss.loss_mode == "package.module:loss"
+    assert config.data.sampler == f"{here}/disk/sampler.py:Mine"
+    assert config.data.generator == f"{here}/project/made.py:Made"
 
 
 def test_code_of_episodes_is_named_from_the_root(here: Path) -> None:

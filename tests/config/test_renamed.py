@@ -1,18 +1,62 @@
 """Settings that no longer exist are refused by name, with what to do instead."""
 
+from pathlib import Path
+
 import pytest
 
-from pipeline.config import Config, ConfigError, load_config
-from pipeline.config.renamed import RENAMED
-from pipeline.config.schema import keys
+from pipeline.config import Config, ConfigError, load_config, load_yaml
+from pipeline.config.bounds import bounds_of, violations
+from pipeline.config.renamed import RENAMED, VALUES
+from pipeline.config.schema import keys, value_of
+
+INSTEAD = {
+    "rollout.oversample": "rollout.update=in_flight",
+    "rollout.oversample_policy": "leave this key out",
+    "rollout.partial_tokens": "rollout.update=in_flight",
+    "rollout.scale_up_s": "leave it out",
+    "rollout.scale_down_s": "leave it out",
+    "algorithm.on_stale": "leave this key out",
+    "stream.order": "leave this key out",
+    "stream": "every chunk",
+    "trainer.early": "trainer.stream_gradients",
+}
+"""What the sentence of each removed key names in its place."""
 
 
-@pytest.mark.parametrize("key", RENAMED)
-def test_a_removed_key_is_refused_with_its_reason(key: str) -> None:
+@pytest.mark.parametrize("key", INSTEAD)
+def test_a_removed_key_is_refused_with_what_takes_its_place(key: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config([f"{key}=1"])
-    assert f"the key {key} no longer exists: {RENAMED[key]}" in str(error.value)
+    (line,) = (line for line in str(error.value).splitlines() if f"the key {key} no longer exists" in line)
+    assert INSTEAD[key] in line
+
+
+def test_every_removed_key_has_its_case() -> None:
+    assert set(RENAMED) == set(INSTEAD)
 
 
 def test_no_key_is_both_there_and_removed() -> None:
     assert not set(RENAMED) & set(keys(Config))
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_removed_value_is_refused_and_a_run_folder_that_holds_it_is_read(key: str, tmp_path: Path) -> None:
+    section, _, name = key.rpartition(".")
+    file = tmp_path / "config.yaml"
+    for old, (new, reason) in VALUES[key].items():
+        bounds = bounds_of(type(value_of(Config(), section)), name)
+        assert not bounds.allow(old) and bounds.allow(new)
+        assert any(
+            f"{key}={old} must be" in line and reason in line for line in violations(load_config([f"{key}={old}"]))
+        )
+        nested = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(key.split(".")))
+        file.write_text(nested.rstrip() + f" {old}\n")
+        assert value_of(load_yaml(file, Config), key) == new
+
+
+def test_a_named_agent_of_a_run_folder_is_read_with_current_values(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "agent:\n  preload: [openai]\n  named:\n    a.b:\n      isolation: auto\n      preload: [a]\n    plain: {}\n"
+    )
+    assert load_yaml(file, Config).agent.named == {"a.b": {"isolation": "namespaces"}, "plain": {}}

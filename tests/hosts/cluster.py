@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from jobs.cluster import environment, executable
+from tests.heads import environment, executable
 from tests.hosts.network import HOSTS, Network
 
 ROOT = Path(__file__).resolve().parents[2]

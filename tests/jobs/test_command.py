@@ -1,6 +1,8 @@
 """The command `slipstream`."""
 
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -59,3 +61,35 @@ def test_a_job_gets_its_arguments_and_the_current_folder(
 def test_the_package_installs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"slipstream": "jobs.__main__:main"}
+
+
+def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    always = {re.split(r"[^\w-]", package)[0] for package in project["dependencies"]}
+    for name in ("agents", "judge", "tensorboard", "verl"):
+        for package in project["optional-dependencies"][name]:
+            distribution = re.split(r"[^\w-]", package)[0]
+            assert distribution not in always
+            for accelerator in ("cpu", "gpu"):
+                lock = (ROOT / "requirements" / f"{accelerator}.lock").read_text()
+                assert f"\n{distribution}==" in lock, (accelerator, distribution)
+
+
+EXTRAS = ("anthropic", "mcp", "openai", "tensorboard", "tree_sitter", "tree_sitter_bash", "websockets")
+WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
+import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.load, pipeline.track.loggers
+from jobs.from_verl import main
+sys.exit(main(["run.sh"]))
+"""
+
+
+def test_commands_begin_without_the_extras(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=8\n")
+    command = [sys.executable, "-c", WITHOUT, " ".join(EXTRAS)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "run.sh, reading a script needs the extra verl of slipstream-rl" in done.stderr
+    assert "pip install tree-sitter tree-sitter-bash" in done.stderr

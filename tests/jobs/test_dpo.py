@@ -4,20 +4,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import dpo as job
-from jobs.prepare import hh_rlhf
 from pipeline.config import ConfigError, load
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.storage.owner import of_folder, owned
 from tests.folders import configured, copied
-from tests.jobs.test_reward_model import pair, write
+from tests.jobs.test_reward_model import write
 
 
 def config(model: Path, files: Path, out: Path, *more: str) -> DPOConfig:
@@ -26,12 +24,12 @@ def config(model: Path, files: Path, out: Path, *more: str) -> DPOConfig:
 
 
 def test_check_names_every_problem() -> None:
-    options = ["loss.type=kto", "loss.rpo_alpha=1", "loss.beta=0", "data.max_length=9000", "data.truncation=right"]
+    options = ["loss.type=kto", "loss.beta=0", "data.max_length=9000", "data.truncation=right"]
     with pytest.raises(ConfigError) as caught:
         job.check(load(DPOConfig, options, "dpo"))
     for part in (
         "out is not set",
-        "loss.rpo_alpha=1 weighs an SFT term over the chosen sides of pairs, and loss.type=kto reads single answers",
+        "loss.type=kto was removed; take sigmoid or ipo, or write the loss as package.module:function",
         "loss.beta=0 must be above 0",
         "2 x data.max_length=9000 tokens, more than trainer.max_token_len_per_gpu=16384",
         "data.truncation=right must be one of error, left, drop",
@@ -42,20 +40,18 @@ def test_check_names_every_problem() -> None:
 def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = write(tmp_path / "a.parquet", range(4))
     start = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}"]
-    single = tmp_path / "kto.parquet"
-    pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [True, True]}), single)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
     cases = {
         "is a BertForMaskedLM by its config.json; give a causal": [f"model.path={other}", "data.train_batch_size=2"],
         "did you mean loss.beta?": ["loss.betta=1"],
-        "loss.type 'dpo' is unknown. Did you mean": ["loss.type=dpo"],
+        "loss.type 'dpo' is unknown. Did you mean": ["loss.type=dpo", "data.train_batch_size=2"],
         "a.parquet has no column 'better', but prompt, chosen, rejected; name it": ["data.chosen_key=better"],
-        "a.parquet has no column 'lead'": ["data.margin_key=lead"],
-        "data.margin_key=lead with loss.type=ipo": ["data.margin_key=lead", "loss.type=ipo"],
+        "the key data.margin_key no longer exists: only jobs.reward_model reads margins": ["data.margin_key=lead"],
+        "the key loss.rpo_alpha no longer exists: it was removed; write a loss of your own": ["loss.rpo_alpha=1"],
         "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
-        "column 'label' marks every answer as good": [f"data.train_files={single}", "loss.type=kto"],
+        "loss.type=kto was removed": ["loss.type=kto", "data.train_batch_size=2"],
         "model.path": ["data.train_batch_size=2", "model.path=./missing"],
         f"out: {other} is not empty; choose another folder or remove it.": [f"out={other}"],
         f"out: {tiny_model} is {tiny_model}, which is read": [f"out={tiny_model}"],
@@ -123,27 +119,6 @@ def test_two_workers_learn_a_preference_over_epochs(tmp_path: Path, tiny_model: 
     }.items():
         assert metrics[f"val_{name}"] == pytest.approx(want.item(), rel=1e-3, abs=1e-5), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.parquet", "val.parquet"]
-
-
-@pytest.mark.ray
-@pytest.mark.long
-def test_single_answers_with_labels_are_learnt(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
-    rows = [
-        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-        for number in range(48)
-        for row in [pair(number)]
-        for side in (["chosen"], ["rejected"], ["chosen", "rejected"])[number % 3]
-    ]
-    messages = hh_rlhf.PAIRS.field("prompt").type
-    schema = pa.schema([("prompt", messages), ("completion", messages), ("label", pa.bool_())])
-    train, val, out = tmp_path / "train.parquet", write(tmp_path / "val.parquet", range(200, 231)), tmp_path / "out"
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), train)
-    more = ["loss.type=kto", "trainer.total_training_steps=10", f"data.val_files={val}"]
-    metrics = job.run(config(tiny_model, train, out, *more))
-    assert metrics["step"] == 10 and metrics["val_rewards/margins"] > 0
-    found = rewards(tiny_model, out, pq.read_table(val).to_pylist(), beta=0.1)
-    for number, side in enumerate(("chosen", "rejected")):
-        assert metrics[f"val_rewards/{side}"] == pytest.approx(found[:, number].mean().item(), rel=1e-3, abs=1e-5)
 
 
 def test_a_model_that_cannot_be_trained_is_refused_before_the_start(

@@ -12,6 +12,7 @@ import yaml
 
 from jobs.kuberay import train
 from pipeline.config import Config, load_config
+from pipeline.plan.checks import check
 from pipeline.plan.placement import Node, check_resources
 from pipeline.plan.plan import plan
 from pipeline.run.versions import TESTED
@@ -95,6 +96,7 @@ def test_the_pods_can_hold_the_run(name: str) -> None:
         if GPU in resources["limits"]:
             assert group["minReplicas"] == group["replicas"], "the autoscaler would take GPUs from the run"
     assert nodes[0].resources["CPU"] == 0, "the head is to have no work"
+    check(config)
     resolved = plan(config)
     check_resources(resolved.stages, None, nodes)
     assert resolved.gpus == (0 if name == "cpu_demo" else 8)

@@ -77,9 +77,7 @@ def test_prompts_are_held_out_as_a_whole(tmp_path: Path, capsys: pytest.CaptureF
 def test_jobs_dpo_reads_what_is_written(tmp_path: Path) -> None:
     write(tmp_path / "responses/part-000000.parquet", answers("a", [0.0, 1.0]))
     made(tmp_path)
-    groups = DPOEncoder.find_row_groups(
-        str(tmp_path / "out/train.parquet"), "data.train_files", DPODataConfig(margin_key="margin")
-    )
+    groups = DPOEncoder.find_row_groups(str(tmp_path / "out/train.parquet"), "data.train_files", DPODataConfig())
     assert [group.rows for group in groups] == [1]
 
 

@@ -14,6 +14,7 @@ from jobs.replay import main, replay_config
 from jobs.tiny import build_model, build_tokenizer, countdown_texts
 from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import value_of
+from pipeline.plan.checks import check
 from pipeline.plan.plan import plan
 from pipeline.replay.checks import UNREAD
 from pipeline.replay.checks import _check_tokens as check_tokens
@@ -319,7 +320,7 @@ def test_another_range_in_the_same_folder(refused: Refused, recorded: Path) -> N
 def test_ranges_mean_nothing_without_a_recording(tiny_model: Path) -> None:
     given = [f"model.path={tiny_model}", "data.train_files=a.parquet", "data.recorded_iterations=3-4"]
     with pytest.raises(ConfigError, match="data.recorded_iterations=3-4 does nothing without data.recorded_run"):
-        plan(load_config(given))
+        check(load_config(given))
 
 
 def test_help_of_the_command() -> None:

@@ -1,12 +1,8 @@
 """`ray job submit` to a head of its own, which asks for a token: submit, read, stop, go on."""
 
-import contextlib
-import io
 import json
 import os
-import secrets
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cluster import Head, executable, main, read
+from tests import heads
+from tests.heads import Head, executable
 from tests.runs import tiny_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,30 +24,12 @@ Ray = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """State file of a running head; its token, and what `start` says to export, are in this process's environment."""
-    path = tmp_path_factory.mktemp("cluster") / "head.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            assert main(["start", "--cpus", "8", "--state", str(path)]) == 0
-        for line in printed.getvalue().splitlines():
-            if line.strip().startswith("export "):
-                for word in line.split()[1:]:
-                    patch.setenv(*word.split("="))
-        assert all(f"ray job {action} " in printed.getvalue() for action in ("submit", "status", "logs", "stop"))
-        try:
-            yield path
-        finally:
-            assert main(["stop", "--state", str(path)]) == 0
-    assert not path.exists()
-
-
-@pytest.fixture(scope="module")
-def head(state: Path) -> Head:
-    found = read(state)
-    assert found is not None and found.is_running()
-    return found
+def head() -> Iterator[Head]:
+    """A running head; what the page exports, and its token, are in this process's environment."""
+    with heads.head(cpus=8) as found, pytest.MonkeyPatch.context() as patch:
+        for name, value in found.env.items():
+            patch.setenv(name, value)
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -146,20 +125,3 @@ def test_without_the_token_nobody_is_let_in(head: Head) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             asked(head, "", token)
         assert refused.value.code == code
-
-
-def test_a_second_head_of_a_folder_is_refused(state: Path, head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["start", "--state", str(state)]) == 1
-    assert f"runs already, at {head.address}" in capsys.readouterr().err
-
-
-def test_stop_ends_its_own_head_alone(head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stop", "--state", str(tmp_path / "none.json")]) == 0
-    # Somebody else's process that got the number of a head that is gone.
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        stale = tmp_path / "stale.json"
-        stale.write_text(json.dumps({**head.__dict__, "pid": other.pid, "folder": str(tmp_path / "gone")}))
-        assert main(["stop", "--state", str(stale)]) == 0
-        assert capsys.readouterr().out.count("No head of this folder was running") == 2
-        assert other.poll() is None and head.is_running()
-        other.kill()

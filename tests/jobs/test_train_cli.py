@@ -1,5 +1,6 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
+import importlib
 import json
 import os
 import re
@@ -269,7 +270,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     ends = "answers end with <|im_end|> (2)"
     for part in (f"{tmp_path}/runs/mine", ends, "first prompt", "reward of a made-up response"):
         assert part in printed.out
-    assert "suggested" not in printed.out and "time of an iteration" not in printed.out
+    assert "suggested" not in printed.out
 
 
 def test_asserts_that_cannot_be_judged_are_counted(
@@ -368,18 +369,17 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
 def test_dry_run_suggests_settings(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they are asked for, and where the plan does not fit; a run on CPUs has no times."""
+    """If they are asked for, and if the plan does not fit."""
     monkeypatch.setenv("COLUMNS", "400")
     # A machine with a GPU suggests its own kind.
     monkeypatch.setattr("pipeline.plan.gpus.local_gpu", lambda: None)
     assert main(["--dry-run", "--gpus", "2xL4", *arguments]) == 0
     text = capsys.readouterr().out
     assert "suggested for 2 x L4" in text and "trainer.use_gpu=true" in text and "rollout.sleep=true" in text
-    assert "time of an iteration" not in text
     gpus = ["trainer.use_gpu=true", "rollout.num_gpus=1", "rollout.num_engines=2"]
     assert main(["--dry-run", *arguments, *gpus]) == 0
     text = capsys.readouterr().out
-    assert "time of an iteration" in text and "assumed: rows of full length" in text and "suggested" not in text
+    assert "does not fit" not in text and "suggested" not in text
     assert main(["--dry-run", *arguments, *gpus, "actor.ppo_max_token_len_per_gpu=15000000"]) == 0
     text = capsys.readouterr().out
     assert "does not fit" in text and "a train worker needs" in text
@@ -483,3 +483,19 @@ def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path
     assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
     config.model.lora.rank = 0
     assert _adapters(config) == []
+
+
+def test_settings_are_checked_once_and_planned_once(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    for module, name in (("pipeline.plan.checks", "check"), ("pipeline.plan.plan", "plan")):
+        function = getattr(importlib.import_module(module), name)
+
+        def counted(*args: Any, name: str = name, function: Callable[..., Any] = function) -> Any:
+            made.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(f"{module}.{name}", counted)
+    assert main(["--dry-run", *arguments]) == 0
+    assert made == ["check", "plan"]

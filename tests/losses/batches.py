@@ -8,15 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.catalogue import POLICY_LOSSES
 from pipeline.config.learner import ActorConfig, PolicyLossConfig
 from pipeline.losses import AGG_MODES, Candidates, LossInput, agg_divisor, agg_loss, get_policy_loss
-from pipeline.losses.registry import _POLICY_LOSSES
 
-NAMES = sorted(
-    name
-    for name, loss in _POLICY_LOSSES.items()
-    if loss.function.__module__.startswith("pipeline.") and not loss.of_pairs
-)
+NAMES = sorted(name for name, loss in POLICY_LOSSES.items() if loss.built_in and not loss.of_pairs)
 """The built-in losses, without those of pairs (`test_pairs.py`)."""
 SCALE_FACTOR = 5.0
 
@@ -78,10 +74,10 @@ def candidates(rows: Sequence[Row]) -> Candidates:
 
 def choose(name: str, rows: Sequence[Row], config: ActorConfig) -> list[Row]:
     """The rows with what the loss's `token_mask_fn` chose among the trained tokens of all of them."""
-    select = get_policy_loss(name).token_mask_fn
-    if select is None:
+    loss = get_policy_loss(name)
+    if loss.token_mask_fn is None:
         return list(rows)
-    chosen = iter(select(candidates(rows), config).tolist())
+    chosen = iter(loss.choose_tokens(candidates(rows), config).tolist())
     return [replace(row, token_mask=np.array([m > 0 and next(chosen) for m in row.mask], dtype=bool)) for row in rows]
 
 

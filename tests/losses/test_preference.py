@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.preference import BUILT_IN_LOSSES, DPOConfig, PreferenceLossConfig
-from pipeline.losses.preference import _LOSSES, PreferenceInput, PreferenceLoss, checked, get_preference_loss
+from pipeline.losses.preference import _LOSSES, PreferenceInput, checked, get_preference_loss
 
-CHOSEN, REJECTED, MARGIN, KL = [2.0, -1.0, 0.5], [1.0, 3.0, 0.5], [0.0, 0.25, 1.0], 0.75
+CHOSEN, REJECTED = [2.0, -1.0, 0.5], [1.0, 3.0, 0.5]
 TOKENS = [4, 2, 5], [2, 3, 5]
 BETA = 0.5
 
@@ -18,7 +18,7 @@ BETA = 0.5
 def inputs(grad: bool = False) -> PreferenceInput:
     chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=grad) for side in (CHOSEN, REJECTED))
     counts = (torch.tensor(side) for side in TOKENS)
-    return PreferenceInput(chosen, rejected, *counts, torch.tensor(MARGIN, dtype=torch.float64), torch.tensor(KL))
+    return PreferenceInput(chosen, rejected, *counts)
 
 
 def loss(name: str, data: PreferenceInput | None = None, **options: Any) -> Tensor:
@@ -29,8 +29,8 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-# Differences of the rewards less the margins: 0.5 * (2 - 1) - 0, 0.5 * (-1 - 3) - 0.25, 0.5 * 0 - 1.
-LEADS = [0.5, -2.25, -1.0]
+# Differences of the rewards: 0.5 * (2 - 1), 0.5 * (-1 - 3), 0.5 * 0.
+LEADS = [0.5, -2.0, 0.0]
 
 
 def test_sigmoid_by_hand() -> None:
@@ -41,23 +41,9 @@ def test_sigmoid_by_hand() -> None:
     assert loss("sigmoid", label_smoothing=0.1).tolist() == pytest.approx(smoothed)
 
 
-def test_hinge_by_hand() -> None:
-    assert loss("hinge").tolist() == pytest.approx([0.5, 3.25, 2.0])
-
-
 def test_ipo_compares_means_over_tokens_with_half_of_one_over_beta() -> None:
     # 2/4 - 1/2 - 1, -1/2 - 3/3 - 1, 0.5/5 - 0.5/5 - 1
     assert loss("ipo").tolist() == pytest.approx([1.0, 6.25, 1.0])
-
-
-def test_kto_by_hand() -> None:
-    def sigmoid(x: float) -> float:
-        return 1 / (1 + math.exp(-x))
-
-    good = [1.5 * (1 - sigmoid(BETA * (ratio - KL))) for ratio in CHOSEN]
-    bad = [0.7 * (1 - sigmoid(BETA * (KL - ratio))) for ratio in REJECTED]
-    found = loss("kto", desirable_weight=1.5, undesirable_weight=0.7)
-    assert found.tolist() == pytest.approx([*good, *bad], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", BUILT_IN_LOSSES)
@@ -73,9 +59,8 @@ def test_every_loss_raises_the_chosen_side_and_lowers_the_other(name: str) -> No
 
 def test_at_the_start_dpo_is_log_two() -> None:
     zero = torch.zeros(3)
-    start = PreferenceInput(zero, zero, *(torch.ones(3),) * 2, zero, torch.zeros(()))
+    start = PreferenceInput(zero, zero, *(torch.ones(3),) * 2)
     assert loss("sigmoid", start).tolist() == pytest.approx([math.log(2)] * 3)
-    assert loss("kto", start).tolist() == [0.5] * 6
     assert loss("ipo", start).tolist() == [1.0] * 3
 
 
@@ -88,12 +73,11 @@ def test_names_and_forms_are_checked() -> None:
     with pytest.raises(ValueError, match="loss.type 'sigmoyd' is unknown. Did you mean 'sigmoid'"):
         get_preference_loss("sigmoyd")
     mine = get_preference_loss(f"{__name__}:own")
-    assert mine.paired and mine.function is own
-    assert get_preference_loss("pipeline.losses.preference:kto") is get_preference_loss("kto")
+    assert mine.function is own
+    assert get_preference_loss("pipeline.losses.preference:ipo") is get_preference_loss("ipo")
     assert len(checked(mine, inputs(), own(inputs(), PreferenceLossConfig(kwargs={"scale": 2})))) == 3
-    answers = PreferenceLoss("answers", own, paired=False)
-    with pytest.raises(ValueError, match="'answers' returned losses of shape .3,.; one number for each of the 6 answe"):
-        checked(answers, inputs(), torch.zeros(3))
+    with pytest.raises(ValueError, match="returned losses of shape .4,.; one number for each of the 3 pairs"):
+        checked(mine, inputs(), torch.zeros(4))
     with pytest.raises(ValueError, match="returned losses of shape float; one number for each of the 3 pairs"):
         checked(mine, inputs(), 0.5)
 
@@ -102,21 +86,12 @@ def test_names_and_forms_are_checked() -> None:
     ("settings", "sentence"),
     [
         ({"type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"type": "kto", "rpo_alpha": 1.0}, "rpo_alpha"),
-        ({"type": "sigmoid", "desirable_weight": 2.0}, "desirable_weight"),
-        ({"type": "hinge", "kwargs": {"a": 1}}, "no built-in loss reads it"),
+        ({"type": "kto"}, "was removed; take sigmoid or ipo"),
+        ({"type": "hinge"}, "was removed; take sigmoid or ipo"),
+        ({"type": "ipo", "kwargs": {"a": 1}}, "no built-in loss reads it"),
     ],
 )
 def test_options_of_other_losses_are_refused(settings: dict[str, Any], sentence: str) -> None:
     config = DPOConfig(loss=PreferenceLossConfig(**settings))
     assert [text for text, applies in config.problems().items() if applies and sentence in text]
     assert not any(DPOConfig().problems().values())
-
-
-def test_keys_that_a_loss_does_not_read_are_refused() -> None:
-    config = DPOConfig(loss=PreferenceLossConfig(type="ipo"))
-    config.data.margin_key = "margin"
-    assert [text for text, applies in config.problems().items() if applies and "margin_key" in text]
-    config = DPOConfig(loss=PreferenceLossConfig(type="kto"))
-    config.data.prompt_key = None
-    assert [text for text, applies in config.problems().items() if applies and "prompt_key" in text]

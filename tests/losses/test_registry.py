@@ -39,6 +39,14 @@ def test_an_import_path_to_a_registered_loss_keeps_what_it_was_registered_with()
     assert get_policy_loss("pipeline.losses.covariance:kl_cov").token_mask_fn is not None
 
 
+def test_a_loss_in_a_file():
+    file = Path(__file__).parent / "file_losses.py"
+    assert get_policy_loss(f"{file}:scaled_in_file").zero_without_advantage
+    assert get_policy_loss(f"{file}:test_in_file") is get_policy_loss(f"{file}:scaled_in_file")
+    with pytest.raises(ValueError, match="'no_file.py' does not exist"):
+        get_policy_loss("no_file.py:scaled")
+
+
 def test_wrong_names_get_sentences():
     with pytest.raises(ValueError, match=r"'vanila' is unknown. Did you mean 'vanilla'\? Known are .*cispo"):
         get_policy_loss("vanila")

@@ -38,6 +38,7 @@ from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.models.sharing import Passes
 from tests.models.test_fsdp import NoTokenizer
 from tests.models.test_policy import SIZES, VOCAB
+from tests.sentences import Named
 
 ENCODER = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")} | {
     "num_attention_heads": 4,
@@ -154,19 +155,22 @@ def test_room_of_a_table_of_positions(family: str, room: int | None) -> None:
             model(torch.ones(1, room + 1, dtype=torch.long) * 3, torch.tensor([room + 1]))
 
 
-def test_models_that_cannot_be_reward_models() -> None:
-    with pytest.raises(ValueError, match="gives 3 numbers where a reward model gives one"):
+def test_models_that_cannot_be_reward_models(named: Named) -> None:
+    with pytest.raises(ValueError) as refused:
         build("bert", num_labels=3)
+    named(refused.value, "3")
     t5 = T5Config(vocab_size=VOCAB, d_model=8, d_ff=8, num_layers=1, num_labels=1)
-    with pytest.raises(ValueError, match="T5ForSequenceClassification cannot be a reward model"):
+    with pytest.raises(ValueError) as refused:
         RewardModel(T5ForSequenceClassification(t5))
+    named(refused.value, "T5ForSequenceClassification")
     with pytest.raises(ValueError, match="BertForSequenceClassification cannot be a reward model"):
         build("bert", is_decoder=True)
     both_ways = FAMILIES["qwen3"]()
     for layer in both_ways.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification cannot be a reward model"):
+    with pytest.raises(ValueError) as refused:
         RewardModel(both_ways)
+    named(refused.value, "Qwen3ForSequenceClassification")
 
     class Capped(LlamaForSequenceClassification):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,14 +209,13 @@ def test_what_is_saved_is_a_sequence_classifier_with_the_same_scores(tmp_path: P
     torch.testing.assert_close(again(*pack(rows, padding=4)), want, atol=1e-6, rtol=1e-5)
 
 
-def test_a_language_model_gets_a_head_of_zeros_and_only_when_asked(tmp_path: Path) -> None:
+def test_a_language_model_gets_a_head_of_zeros_and_only_when_asked(tmp_path: Path, named: Named) -> None:
     torch.manual_seed(7)
     lm = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
     config = saved(tmp_path / "lm", lm)
-    with pytest.raises(
-        ValueError, match=r"reward.model.path=.*lm holds no reward head; train one with python -m jobs.reward_model."
-    ):
+    with pytest.raises(ValueError) as refused:
         load_reward_model(config, "reward.model.path")
+    named(refused.value, "reward.model.path= jobs.reward_model")
     model, rows = load_reward_model(config, new_head=True), pack(ragged(LENGTHS))
     for name, parameter in lm.model.named_parameters():
         assert torch.equal(dict(model.lm.model.named_parameters())[name], parameter)
@@ -239,27 +242,32 @@ def test_a_new_head_of_several_layers_is_alike_on_all_ranks_and_can_learn(tmp_pa
     assert moved == {"lm.classifier.out_proj.weight", "lm.classifier.out_proj.bias"}
 
 
-def test_checkpoints_that_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_are_refused(tmp_path: Path, named: Named) -> None:
     classifier = saved(tmp_path / "classifier", FAMILIES["qwen3"](num_labels=3))
     for new_head in (False, True):
-        with pytest.raises(ValueError, match=r"model.path=.*holds score.weight of shape \[3, 32\] where one label"):
+        with pytest.raises(ValueError) as refused:
             load_reward_model(classifier, new_head=new_head)
+        named(refused.value, "model.path= score.weight [3 32]")
     reward = build("qwen3").lm
     state = {name: p for name, p in reward.state_dict().items() if name != "model.norm.weight"}
     headless = {name: p for name, p in state.items() if "score" not in name}
     half = saved(tmp_path / "half", reward, state_dict=state)
     headless = saved(tmp_path / "headless", reward, state_dict=headless)
     for config, new_head in ((half, False), (half, True), (headless, True)):
-        with pytest.raises(ValueError, match="lacks 1 weights, the first model.norm.weight"):
+        with pytest.raises(ValueError) as refused:
             load_reward_model(config, new_head=new_head)
+        named(refused.value, "1 model.norm.weight")
     roberta = build("roberta").lm
     state = {name: p for name, p in roberta.state_dict().items() if "classifier.dense" not in name}
-    with pytest.raises(ValueError, match="lacks 2 weights, the first classifier.dense.bias"):
+    with pytest.raises(ValueError) as refused:
         load_reward_model(saved(tmp_path / "dense", roberta, state_dict=state), new_head=True)
-    with pytest.raises(ValueError, match="reward.model.path=.*nowhere: there is no folder"):
+    named(refused.value, "2 classifier.dense.bias")
+    with pytest.raises(ValueError) as refused:
         load_reward_model(ModelConfig(path=str(tmp_path / "nowhere")), "reward.model.path")
-    with pytest.raises(ValueError, match="reward.model.path is not set"):
+    named(refused.value, "reward.model.path=")
+    with pytest.raises(ValueError) as refused:
         load_reward_model(ModelConfig(), "reward.model.path")
+    named(refused.value, "reward.model.path")
     (tmp_path / "headless" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ValueError, match="headless cannot be loaded: ValueError: Unrecognized configuration class"):
         load_reward_model(headless)

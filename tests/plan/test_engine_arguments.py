@@ -6,12 +6,11 @@ import pytest
 
 from pipeline.plan import engine_arguments
 from tests.plan.test_checks import good, refusal
+from tests.sentences import Named
 
 
-def test_arguments_that_vllm_does_not_know_are_refused() -> None:
-    sentence = refusal("rollout.engine_kwargs.max_modl_len=2048")
-    assert "rollout.engine_kwargs.max_modl_len is not an argument of vLLM's EngineArgs" in sentence
-    assert "the nearest is 'max_model_len'" in sentence
+def test_arguments_that_vllm_does_not_know_are_refused(named: Named) -> None:
+    named(refusal("rollout.engine_kwargs.max_modl_len=2048"), "rollout.engine_kwargs.max_modl_len 'max_model_len'")
     assert good("rollout.engine_kwargs.max_model_len=2048")
     assert list(engine_arguments.problems(["max_model_len", "load_format", "enable_lora"])) == []
 

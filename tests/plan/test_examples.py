@@ -56,7 +56,6 @@ def test_an_example_fits_gpus_of_80_gb(
     text = plan_of([*settings, "--gpus", f"{gpus}xH100"], capsys)
     assert f"{mesh} = " in text and rows in text and f" CPUs, {gpus} GPUs" in text
     assert "does not fit" not in text and "error" not in text
-    assert re.search("time of an iteration about [0-9,]+ s: generation", text)
     suggestion = text.partition(f"suggested for {gpus} x H100 ")[2]
     assert suggestion.startswith("the settings as they are") == (experiment in CHOSEN), suggestion
     [used] = re.findall(r"memory of a train worker ([0-9.]+) GiB of 79 GiB .H100.", text)

@@ -18,7 +18,7 @@ RUN = ["trainer.use_gpu=true", "rollout.num_gpus=1", "data.train_batch_size=64",
 
 def found(gib: float, *settings: str) -> list[str]:
     config = load_config([*RUN, *settings])
-    return list(too_large(config, estimate(config, Models(MODEL, MODEL, MODEL, None)), Gpu("Z1", int(gib * GIB), 1, 1)))
+    return list(too_large(config, estimate(config, Models(MODEL, MODEL, MODEL, None)), Gpu("Z1", int(gib * GIB), 1)))
 
 
 def test_train_worker_and_engine_on_gpus_of_their_own() -> None:
@@ -85,7 +85,7 @@ def test_kinds_of_gpus() -> None:
         ("NVIDIA A100-SXM4-40GB, 40960", GPUS["A100-40GB"]),
         ("NVIDIA H100 80GB HBM3, 81559", GPUS["H100"]),
         ("NVIDIA H100 80GB HBM3, 40960", replace(GPUS["H100"], memory=40 * GIB)),
-        ("Some Card, 1024", Gpu("Some Card", GIB, None, None)),
+        ("Some Card, 1024", Gpu("Some Card", GIB, None)),
         ("No devices were found", None),
     ],
 )

@@ -94,24 +94,27 @@ def test_sizes_of_the_decoder_are_read_from_text_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("config", "keys"),
     [
-        ([1], "config.json is not an object of settings; give the folder of a complete model"),
+        ([1], "config.json"),
         ({"text_config": None, "architectures": ["Qwen3ForCausalLM"]}, None),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "is a Qwen3ForSequenceClassification by its config.js"),
-        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM by its config.json; give a causal language mod"),
-        ({"is_encoder_decoder": True}, "is a model with an encoder by its config.json; give a causal language model"),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "Qwen3ForSequenceClassification config.json",
+        ),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM model.path config.json"),
+        ({"is_encoder_decoder": True}, "encoder model.path config.json"),
     ],
 )
-def test_models_that_generate_nothing_are_refused(tmp_path, config, sentence):
+def test_models_that_generate_nothing_are_refused(tmp_path, config, keys, named):
     write_model(tmp_path, {"a": [1]})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if sentence is None:
+    if keys is None:
         assert small(f"model.path={tmp_path}").memory
         return
     with pytest.raises(ConfigError) as refused:
         small(f"model.path={tmp_path}")
-    assert sentence in str(refused.value)
+    named(refused.value, keys)
 
 
 def test_a_critic_may_be_a_model_for_classification(tmp_path):
@@ -120,10 +123,11 @@ def test_a_critic_may_be_a_model_for_classification(tmp_path):
 
 
 @pytest.mark.parametrize("tower", ["vision_config", "audio_config"])
-def test_models_that_read_more_than_text_are_refused(tmp_path, tower):
+def test_models_that_read_more_than_text_are_refused(tmp_path, tower, named):
     write_model(tmp_path, {"a": [100, 10]}, **{tower: {"hidden_size": 8}})
-    with pytest.raises(ConfigError, match=f"has {tower} in its config.json"):
+    with pytest.raises(ConfigError) as refused:
         small(f"model.path={tmp_path}")
+    named(refused.value, f"model.path {tower} config.json")
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -189,39 +193,43 @@ def test_rows_grow_with_what_is_read(tmp_path):
     assert rows("algorithm.adv_estimator=remax") == rows() * 5 // 4
 
 
-def test_reference_of_another_vocabulary(tmp_path):
+def test_reference_of_another_vocabulary(tmp_path, named):
     for name, size in (("policy", 100), ("reference", 90)):
         (tmp_path / name).mkdir()
         write_model(tmp_path / name, {"model.w": [1]}, vocab_size=size)
     paths = [f"model.path={tmp_path}/policy", f"scoring.reference.path={tmp_path}/reference"]
     small(*paths)
-    with pytest.raises(ConfigError, match="a vocabulary of 90 tokens and model.path=.*policy one of 100"):
+    with pytest.raises(ConfigError) as refused:
         small(*paths, "actor.use_kl_loss=true")
+    named(refused.value, "scoring.reference.path 90 model.path 100")
 
 
 @pytest.mark.parametrize("key", ["critic.path", "scoring.reference.path"])
-def test_row_longer_than_a_further_model(tmp_path, key):
+def test_row_longer_than_a_further_model(tmp_path, key, named):
     for name, longest in (("policy", 2000), ("other", 1000)):
         (tmp_path / name).mkdir()
         write_model(tmp_path / name, {"model.w": [1]}, max_position_embeddings=longest)
     paths = [f"model.path={tmp_path}/policy", f"{key}={tmp_path}/other"]
     small(*paths)
-    with pytest.raises(ConfigError, match=f"more than the 1000 of the model {key}=.*other"):
+    with pytest.raises(ConfigError) as refused:
         small(*paths, *PPO)
+    named(refused.value, f"data.max_prompt_length data.max_response_length 1000 {key}")
 
 
-def test_a_row_of_the_length_that_yarn_gives_is_taken(tmp_path):
+def test_a_row_of_the_length_that_yarn_gives_is_taken(tmp_path, named):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     write_model(tmp_path, {"a": [1]}, max_position_embeddings=512, rope_scaling=yarn)
     small(f"model.path={tmp_path}")
-    with pytest.raises(ConfigError, match="1537 \\+ 512 = 2049 tokens, more than the 2048 .*factor 4 of its YaRN"):
+    with pytest.raises(ConfigError) as refused:
         small(f"model.path={tmp_path}", "data.max_prompt_length=1537")
+    named(refused.value, "data.max_prompt_length data.max_response_length 2049 2048 YaRN")
 
 
-def test_row_longer_than_the_model(tmp_path):
+def test_row_longer_than_the_model(tmp_path, named):
     write_model(tmp_path, {"a": [1]}, max_position_embeddings=1000)
-    with pytest.raises(ConfigError, match="512 \\+ 512 = 1024 tokens, more than the 1000"):
+    with pytest.raises(ConfigError) as refused:
         small(f"model.path={tmp_path}")
+    named(refused.value, "data.max_prompt_length data.max_response_length 1024 1000 model.path")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, struct.pack("<Q", 3) + b"abc"])
@@ -406,7 +414,7 @@ def test_experts(tmp_path):
     router = {"model.layers.0.mlp.gate.weight": [4, 16]}
     write_model(tmp_path, experts | shared | router, **SIZES | more)
     model = read_model(tmp_path)
-    assert model and (model.routed, model.active, model.tables) == (4 * 96, 3 * 96 + 64, 1600)
+    assert model and model.tables == 1600
     assert model.intermediate == 2 * 6
     found = estimate(small(f"model.path={tmp_path}", *LENGTHS).config, Models(model, model, model, None))
     tokens = 16384 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)

@@ -75,19 +75,21 @@ def test_episodes_at_once():
     assert "scored by reward " in shown("agent.tools=[a:b]")
 
 
-def test_iterations():
+def test_iterations(named):
     assert small().iterations is None
     assert small("trainer.total_epochs=2", train_rows=1000).iterations == 31
     assert small("data.train_max_samples=128", train_rows=1000).iterations == 2
     assert small("trainer.total_training_steps=5", train_rows=10).iterations == 5
-    with pytest.raises(ConfigError, match="10 training prompts x trainer.total_epochs=2 = 20 do not fill"):
+    with pytest.raises(ConfigError) as refused:
         small("trainer.total_epochs=2", train_rows=10)
+    named(refused.value, "10 trainer.total_epochs=2 20 data.train_batch_size")
 
 
-def test_cpus_are_checked_against_what_the_local_ray_is_told():
+def test_cpus_are_checked_against_what_the_local_ray_is_told(named):
     validate(good(*SMALL, "trainer.ray_num_cpus=7"))
-    with pytest.raises(ConfigError, match=r"3 x 1 \+ 1 \+ 2 x 1 \+ 1 = 7 CPUs and trainer.ray_num_cpus=6"):
+    with pytest.raises(ConfigError) as refused:
         validate(good(*SMALL, "trainer.ray_num_cpus=6"))
+    named(refused.value, "rollout.num_cpus 7 trainer.ray_num_cpus=6")
 
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"]
@@ -119,13 +121,15 @@ def test_updates_of_the_critic():
     assert critic and (critic.mini_batches, critic.epochs, critic.steps) == (4, 1, 4)
 
 
-def test_warmup_leaves_iterations_for_the_policy():
+def test_warmup_leaves_iterations_for_the_policy(named):
     warmup = [*PPO, "trainer.total_training_steps=5"]
     small(*warmup, "critic.warmup=4")
-    with pytest.raises(ConfigError, match="critic.warmup=5 leaves 5 - 5 = 0 iterations"):
+    with pytest.raises(ConfigError) as refused:
         small(*warmup, "critic.warmup=5")
-    with pytest.raises(ConfigError, match="critic.warmup=20 leaves 15 - 20 = -5 iterations"):
+    named(refused.value, "critic.warmup=5 0")
+    with pytest.raises(ConfigError) as refused:
         small(*PPO, "critic.warmup=20", train_rows=1000)
+    named(refused.value, "critic.warmup=20 -5")
 
 
 def test_greedy_responses_of_the_baselines():
@@ -134,12 +138,13 @@ def test_greedy_responses_of_the_baselines():
     assert "64 prompts x 4 samples = 256 rows and 64 greedy ones in 8 chunks" in shown("algorithm.adv_estimator=remax")
 
 
-def test_gpus_are_checked(monkeypatch):
+def test_gpus_are_checked(monkeypatch, named):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert local_gpus() == 4
     config = good(*SMALL, "trainer.ray_num_cpus=8", "rollout.num_gpus=1", "trainer.use_gpu=true")
-    with pytest.raises(ConfigError, match=r"3 x 1 \+ 2 x 1 = 5 GPUs and this machine has 4"):
+    with pytest.raises(ConfigError) as refused:
         validate(config)
+    named(refused.value, "rollout.num_gpus 5 4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     assert validate(config).gpus == 5
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -213,65 +218,65 @@ def cluster(text: str) -> list[Node]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "nodes", "words"),
+    ("overrides", "nodes", "keys"),
     [
         # Sums.
         ("rollout.num_cpus=4", "16", ""),
-        ("rollout.num_cpus=4", "4 4", "= 16 CPUs and the cluster has 8"),
+        ("rollout.num_cpus=4", "4 4", "rollout.num_cpus 16 8"),
         (
             SCORED,
             "13+8",
-            r"rollout.num_cpus \+ reward.num_cpus \+ scoring.reference.num_workers x scoring.reference.num_cpus .* "
-            r"\+ 1 for prompts = 3 x 1 \+ 1 \+ 2 x 3 \+ 1 x 1 \+ 2 x 1 \+ 1 = 14 CPUs and the cluster has 13",
+            "rollout.num_cpus reward.num_cpus scoring.reference.num_workers scoring.reference.num_cpus 14 13",
         ),
-        (SCORED, "14+1", r"scoring.value.num_gpus = 2 x 0.5 \+ 1 x 1 = 2 GPUs and the cluster has 1"),
+        (SCORED, "14+1", "scoring.reference.num_gpus scoring.value.num_gpus 2 1"),
         # An actor has everything from one node.
-        ("rollout.num_cpus=4", " ".join(["2"] * 10), "not together for .* x rollout of 4 CPUs"),
-        (SCORED, " ".join(["2+1"] * 10), "not together for .* x reference of 3 CPUs"),
+        ("rollout.num_cpus=4", " ".join(["2"] * 10), "rollout 4"),
+        (SCORED, " ".join(["2+1"] * 10), "reference 3"),
         (LARGE, "5 4", ""),
-        (LARGE, "5 2 2", "enough in all, but not together"),
+        (LARGE, "5 2 2", "rollout 3"),
         (SPLIT, "4+4 4+4", ""),
-        (SPLIT, "8+7", "rollout.num_engines x rollout.tensor_parallel_size = 2 x 4 = 8 GPUs and"),
-        (SPLIT, "4+3 4+3 4+2", "not together for .* x rollout of 1 CPUs"),
+        (SPLIT, "8+7", "rollout.num_engines rollout.tensor_parallel_size 8 7"),
+        (SPLIT, "4+3 4+3 4+2", "rollout 1"),
         # Parts of a GPU are parts of one: 2 x 0.6 + 4 x 0.2 fit, 0.8 is left of no GPU.
         (SHARED, "8+2", ""),
         (f"{SHARED} rollout.num_engines=4 rollout.num_gpus=0.2", "8+2", ""),
-        (f"{SHARED} rollout.num_engines=1 rollout.num_gpus=0.8", "8+2", "not together for .* 1 CPUs and 0.8 GPUs"),
+        (f"{SHARED} rollout.num_engines=1 rollout.num_gpus=0.8", "8+2", "rollout 0.8"),
         # Labels.
         (f"{GPUS} {ENGINES} trainer.placement.train.role=train", KINDS, ""),
-        (f"{GPUS} {ENGINES} trainer.placement.train.role=rollout", KINDS, "not together for .* labelled role=rollout"),
-        (f"{GPUS} {ENGINES} trainer.placement.rollout.zone=b", KINDS, "labelled role=rollout,zone=b"),
-        ("reward.num_cpus=5 trainer.placement.reward.role=train", KINDS, "advantage of 5 CPUs .* labelled role=train"),
+        (f"{GPUS} {ENGINES} trainer.placement.train.role=rollout", KINDS, "role=rollout"),
+        (f"{GPUS} {ENGINES} trainer.placement.rollout.zone=b", KINDS, "role=rollout,zone=b"),
+        ("reward.num_cpus=5 trainer.placement.reward.role=train", KINDS, "advantage 5 role=train"),
         (
             "rollout.num_engines=1 rollout.num_cpus=6 trainer.placement.rollout.kind=small",
             "20 4@kind=small 4@kind=small",
-            "not together for .* x rollout of 6 CPUs",
+            "rollout 6",
         ),
         # Pools that grow leave the tasks their CPUs; engines that hold GPUs stop where there are no more of them.
         (ELASTIC, "6+2", ""),
-        (ELASTIC, "5+2", r"rollout.min_engines x rollout.num_cpus .* 2 x 1 \+ 1 \+ 2 x 1 \+ 1 = 6 CPUs"),
+        (ELASTIC, "5+2", "rollout.min_engines rollout.num_cpus 6 5"),
         ("rollout.max_engines=6", "10", ""),
-        ("rollout.max_engines=6", "8", "5 engines would take the CPUs of the tasks of reward, advantage.* at most 4"),
+        ("rollout.max_engines=6", "8", "rollout.max_engines=6 5 4"),
         ("rollout.max_engines=60 rollout.num_gpus=1", "12+5", ""),
         (f"rollout.max_engines=60 {ENGINES}", "4 8@role=rollout", ""),
         # Hosts of environments.
         (HOSTS, "13", ""),
-        (HOSTS, "12", r"agent.hosts x agent.host_cpus .* \+ 3 x 2 \+ .* = 13 CPUs"),
+        (HOSTS, "12", "agent.hosts agent.host_cpus 13 12"),
         (f"{HOSTS} trainer.placement.agent.role=cpu", "7 6@role=cpu", ""),
-        (f"{HOSTS} trainer.placement.agent.role=cpu", "20 4@role=cpu", "not together for .* 3 x agent of 2 CPUs"),
+        (f"{HOSTS} trainer.placement.agent.role=cpu", "20 4@role=cpu", "agent 2"),
         (f"{HOSTS} agent.min_hosts=1", "9", ""),
-        (f"{HOSTS} agent.min_hosts=1", "8", r"agent.min_hosts x agent.host_cpus .* = 9 CPUs"),
-        (f"{HOSTS} agent.min_hosts=1", "10", "agent.hosts=3: 2 hosts of environments would take .* at most 1"),
+        (f"{HOSTS} agent.min_hosts=1", "8", "agent.min_hosts agent.host_cpus 9 8"),
+        (f"{HOSTS} agent.min_hosts=1", "10", "agent.hosts=3 2 1"),
         (f"data.recorded_run=runs/x data.train_files=null data.val_files=null {HOSTS}", "4", ""),
     ],
 )
-def test_nodes_that_hold_the_run_and_others(overrides, nodes, words):
+def test_nodes_that_hold_the_run_and_others(overrides, nodes, keys, named):
     stages = small(*overrides.split()).stages
-    if not words:
+    if not keys:
         check_resources(stages, None, cluster(nodes))
         return
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as refused:
         check_resources(stages, None, cluster(nodes))
+    named(refused.value, keys)
 
 
 def test_the_filter_is_placed_with_the_prompts():
@@ -280,9 +285,10 @@ def test_the_filter_is_placed_with_the_prompts():
     assert [stage.name for stage in stages if stage.labels == {"role": "cpu"}] == ["prompts", "filter"]
 
 
-def test_a_local_ray_has_no_labels():
-    with pytest.raises(ConfigError, match="on nodes labelled role=rollout"):
+def test_a_local_ray_has_no_labels(named):
+    with pytest.raises(ConfigError) as refused:
         validate(good(*SMALL, "trainer.ray_num_cpus=16", ENGINES))
+    named(refused.value, "role=rollout")
 
 
 def test_the_fewest_engines_are_counted():

@@ -67,18 +67,15 @@ SMALLEST = {"Qwen3-32B": 4, "Qwen2.5-72B": 8, "Qwen3-30B-A3B": 4}
 def test_a_suggestion_passes_the_plan_and_fits(folders: Path, model: str) -> None:
     """And stands in the table of docs/scaling.md."""
     config, models = asked(folders, model)
-    before, cells = float("inf"), []
+    cells = []
     for count in COUNTS:
         made = planned(config, models, count)
         assert (made is None) == (count < SMALLEST.get(model, 1)), count
         if made is None:
             cells.append("")
             continue
-        assert made.too_large == () and made.gpus <= count and made.memory and made.times
+        assert made.too_large == () and made.gpus <= count and made.memory
         assert place(made.stages, [Node({"CPU": 96, "GPU": min(count, 8)}) for _ in range(-(-count // 8))])
-        # More GPUs are faster, and all weights take longer than adapters.
-        assert made.times.iteration < before
-        before = float("inf") if made.config.model.lora.rank else made.times.iteration
         cells.append(f"{layout(made.config)}: {made.memory.train_peak / GIB:.0f}")
     assert f"| {model} | {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8").splitlines()
 
@@ -143,7 +140,7 @@ def test_replicas_keep_their_gpus_and_a_critic_is_offloaded_too(folders: Path) -
     _, text = suggested(config, 2, GPU)
     replicas = "the 2 GPUs of replicas (scoring.reference, scoring.value)"
     assert text.startswith(f"nothing: {replicas} leave none to train; lower their num_workers")
-    _, text = suggested(config, 3, Gpu("Z0", 10 * GIB, None, None))
+    _, text = suggested(config, 3, Gpu("Z0", 10 * GIB, None))
     assert text.startswith(f"nothing: no layout fits beside {replicas}; take more GPUs")
 
 
@@ -157,11 +154,11 @@ def test_a_replay_has_no_engines(folders: Path) -> None:
     assert settings["trainer.num_workers"] == 4 and "rollout.num_engines" not in settings
 
 
-def test_a_gpu_of_unknown_speed_gets_what_fits_first(folders: Path) -> None:
-    unknown = Gpu("Z1", GPU.memory, None, None)
+def test_an_unknown_kind_of_gpu_gets_what_fits_first(folders: Path) -> None:
+    unknown = Gpu("Z1", GPU.memory, None)
     made = planned(*asked(folders, "Qwen3-8B"), 8, unknown)
-    assert made and made.times is None and made.too_large == ()
-    small = Gpu("Z0", 5 * GIB, None, None)
+    assert made and made.too_large == ()
+    small = Gpu("Z0", 5 * GIB, None)
     config, models = asked(folders, "Qwen3-8B")
     assert suggest(config, models, 8, small) is None
     assert suggested(config, 8, small)[1].startswith("nothing: no layout fits")
@@ -173,4 +170,3 @@ def test_the_shapes_have_the_published_numbers_of_parameters(folders: Path) -> N
     found = [read_model(folders / name) for name in MODELS]
     published = [0.49, 1.54, 7.62, 8.19, 14.77, 32.76, 72.71, 30.53]
     assert [round(model.parameters / 1e9, 2) for model in found if model] == published
-    assert found[-1] and round((found[-1].active + found[-1].tables) / 1e9, 2) == 3.35

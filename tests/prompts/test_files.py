@@ -45,7 +45,7 @@ def test_a_name_with_wildcard_letters_is_taken_literally_when_it_exists(write, p
     assert [file.name for file in resolve(path, KEY)] == [path]
 
 
-def test_fsspec_url(three):
+def test_fsspec_url(three, named):
     memory = fsspec.filesystem("memory")
     memory.put(str(three / "a.parquet"), "/bucket/x/a.parquet")
     memory.put(str(three / "b.parquet"), "/bucket/x/b.parquet")
@@ -55,8 +55,9 @@ def test_fsspec_url(three):
             assert names(files) == ["a.parquet", "b.parquet"]
             assert files[0].name.startswith("memory://")
             assert data_sources(files) == {None: ["source0", "source1"]}
-        with pytest.raises(FileNotFoundError, match=r"data\.train_files: memory://bucket/y does not exist"):
+        with pytest.raises(FileNotFoundError) as refused:
             resolve("memory://bucket/y", KEY)
+        named(refused.value, "data.train_files memory://bucket/y")
     finally:
         memory.rm("/bucket", recursive=True)
 
@@ -72,11 +73,12 @@ def test_slices_of_row_groups_are_read_in_file_order(write, prompt_row):
     assert [row["extra_info"]["index"] for _, batch in read for row in batch.to_pylist()] == [13, 18, 19, 20, 21]
 
 
-def test_data_sources(three, write, prompt_row):
+def test_data_sources(three, write, prompt_row, named):
     assert data_sources(resolve(str(three), KEY)) == {None: ["source0", "source1", "source2"]}
     path = write([prompt_row(i, data_source=None if i == 13 else "x") for i in range(20)], "null.parquet")
-    with pytest.raises(ValueError, match=r"null\.parquet, row 13 \(row group 1\): `data_source` is null or no text"):
+    with pytest.raises(ValueError) as refused:
         data_sources(resolve(path, KEY))
+    named(refused.value, "null.parquet 13 1 data_source")
 
 
 def test_data_sources_of_each_agent(write, prompt_row):
@@ -90,73 +92,84 @@ def test_data_sources_of_each_agent(write, prompt_row):
         data_sources(resolve(path, KEY), False, limits.check_agent)
 
 
-def test_nothing_there(three):
-    with pytest.raises(FileNotFoundError, match=r"data\.train_files: .*/aa\.parquet does not exist .*'a\.parquet'"):
+def test_nothing_there(three, named):
+    with pytest.raises(FileNotFoundError) as refused:
         resolve(f"{three}/aa.parquet", KEY)
-    with pytest.raises(FileNotFoundError, match=r"the glob .*/\*\.json matches no file; check"):
+    named(refused.value, "data.train_files /aa.parquet 'a.parquet'")
+    with pytest.raises(FileNotFoundError) as refused:
         resolve(f"{three}/*.json", KEY)
+    named(refused.value, "/*.json")
     (three / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet file"):
+    with pytest.raises(FileNotFoundError) as refused:
         resolve(f"{three}/empty", KEY)
+    named(refused.value, "/empty")
 
 
 @pytest.mark.parametrize("paths", [None, 5, {"a": 1}, []])
-def test_not_a_path(paths):
-    with pytest.raises(ValueError, match=r"data\.val_files is .*; give it"):
+def test_not_a_path(paths, named):
+    with pytest.raises(ValueError) as refused:
         resolve(paths, "data.val_files")
+    named(refused.value, "data.val_files")
 
 
-def test_unknown_scheme():
-    with pytest.raises(ValueError, match=r"data\.train_files: zz://a/b cannot be opened: .*fsspec package"):
+def test_unknown_scheme(named):
+    with pytest.raises(ValueError) as refused:
         resolve("zz://a/b", KEY)
+    named(refused.value, "data.train_files zz://a/b")
 
 
-def test_unreadable_file(three):
+def test_unreadable_file(three, named):
     whole = (three / "a.parquet").read_bytes()
     for content in (whole[: len(whole) // 2], b"PAR1", b"not parquet at all"):
         (three / "a.parquet").write_bytes(content)
-        with pytest.raises(ValueError, match=r"data\.train_files: .*/a\.parquet cannot be read as parquet: .* Write"):
+        with pytest.raises(ValueError) as refused:
             resolve(str(three), KEY)
+        named(refused.value, "data.train_files /a.parquet")
     (three / "a.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a\.parquet .*is empty \(0 bytes\)"):
+    with pytest.raises(ValueError) as refused:
         resolve(str(three), KEY)
+    named(refused.value, "a.parquet 0")
 
 
-def test_no_rows(write, prompt_row):
+def test_no_rows(write, prompt_row, named):
     path = write(pa.Table.from_pylist([prompt_row(0)]).slice(0, 0))
-    with pytest.raises(ValueError, match=r"train\.parquet has no rows"):
+    with pytest.raises(ValueError) as refused:
         resolve(path, KEY)
+    named(refused.value, "train.parquet")
 
 
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])
-def test_missing_column(write, column, prompt_row):
+def test_missing_column(write, column, prompt_row, named):
     row = {name + "s" if name == column else name: value for name, value in prompt_row(0).items()}
-    with pytest.raises(ValueError, match=rf"has no column '{column}' \(the nearest is '{column}s'\)"):
+    with pytest.raises(ValueError) as refused:
         resolve(write([row]), KEY)
+    named(refused.value, f"'{column}' '{column}s'")
 
 
-def test_prompt_key(write, prompt_row):
+def test_prompt_key(write, prompt_row, named):
     path = write([{**prompt_row(0), "chat": prompt_row(0)["prompt"]}])
     assert len(resolve(path, KEY, partial(check_prompts, prompt_key="chat"))) == 1
-    with pytest.raises(ValueError, match=r"no column 'prompts' \(the nearest is 'prompt'\); .*data\.prompt_key"):
+    with pytest.raises(ValueError) as refused:
         resolve(path, KEY, partial(check_prompts, prompt_key="prompts"))
+    named(refused.value, "'prompts' 'prompt' data.prompt_key")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "keys"),
     [
-        ({"prompt": 1}, r"column 'prompt' \(data\.prompt_key\) is of type int64 where chat messages"),
-        ({"prompt": ["plain text"]}, r"where chat messages"),
-        ({"prompt": [{"role": "user", "text": "x"}]}, r"where chat messages"),
-        ({"prompt": [{"role": "user", "content": 3}]}, r"content: int64.* where chat messages"),
-        ({"data_source": 3}, r"'data_source' is of type int64"),
-        ({"reward_model": 42}, r"'reward_model' is of type int64"),
-        ({"reward_model": {"ground_truths": "42"}}, r"\(the nearest is 'ground_truths'\)"),
+        ({"prompt": 1}, "'prompt' data.prompt_key int64"),
+        ({"prompt": ["plain text"]}, "'prompt' string"),
+        ({"prompt": [{"role": "user", "text": "x"}]}, "'prompt' text"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "int64"),
+        ({"data_source": 3}, "'data_source' int64"),
+        ({"reward_model": 42}, "'reward_model' int64"),
+        ({"reward_model": {"ground_truths": "42"}}, "'ground_truths'"),
     ],
 )
-def test_wrong_type(write, changes, message, prompt_row):
-    with pytest.raises(ValueError, match=rf"data\.train_files: .*train\.parquet.*{message}"):
+def test_wrong_type(write, changes, keys, prompt_row, named):
+    with pytest.raises(ValueError) as refused:
         resolve(write([prompt_row(0, **changes)]), KEY)
+    named(refused.value, f"data.train_files train.parquet {keys}")
 
 
 def test_large_and_dictionary_types_are_accepted(write, prompt_row):
@@ -170,10 +183,11 @@ def test_large_and_dictionary_types_are_accepted(write, prompt_row):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson.gz", "rows.json", "data.arrow"])
-def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path, name):
+def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path, name, named):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=rf"{name} is not parquet; convert it once: .* json --input"):
+    with pytest.raises(ValueError) as refused:
         resolve(str(tmp_path / name), KEY)
+    named(refused.value, f"{name}")
 
 
 @pytest.mark.parametrize(
@@ -185,12 +199,13 @@ def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path,
         ("train/0.parquet", "dev/0.parquet"),
     ],
 )
-def test_a_folder_with_two_splits_is_refused(write, tmp_path, prompt_row, train, test):
+def test_a_folder_with_two_splits_is_refused(write, tmp_path, prompt_row, train, test, named):
     write([prompt_row(0)], train)
     assert names(resolve(str(tmp_path), KEY)) == [Path(train).name]
     write([prompt_row(1)], test)
-    with pytest.raises(FileNotFoundError, match=f"^{KEY}: {tmp_path} holds files of two splits, "):
+    with pytest.raises(FileNotFoundError) as refused:
         resolve(str(tmp_path), KEY)
+    named(refused.value, f"{KEY} {tmp_path}")
     assert names(resolve(f"{tmp_path}/{train}", KEY)) == [Path(train).name]
     assert len(resolve(f"{tmp_path}/**/*.parquet", KEY)) == 2
 
@@ -210,19 +225,19 @@ def test_words_that_only_contain_the_name_of_a_split_are_no_splits(write, tmp_pa
         ("metadata/00001-5f3c.metadata.json", "Iceberg"),
     ],
 )
-def test_a_table_whose_log_says_which_files_count_is_refused(write, tmp_path, prompt_row, log, kind):
+def test_a_table_whose_log_says_which_files_count_is_refused(write, tmp_path, prompt_row, log, kind, named):
     write([prompt_row(0)], "part-0.parquet")
     (tmp_path / log).parent.mkdir()
     (tmp_path / log).write_text("{}")
-    with pytest.raises(FileNotFoundError, match=f"^{KEY}: {tmp_path} is a table of {kind}, whose log"):
+    with pytest.raises(FileNotFoundError) as refused:
         resolve(str(tmp_path), KEY)
+    named(refused.value, f"{KEY} {tmp_path} {kind}")
 
 
-def test_two_columns_of_one_name_are_refused(write, prompt_row):
+def test_two_columns_of_one_name_are_refused(write, prompt_row, named):
     table = pa.Table.from_pylist([prompt_row(0)])
     path = write(table.append_column("prompt", table["prompt"]), "twice.parquet")
     for check in (check_prompts, lambda schema, where: None):
-        with pytest.raises(
-            ValueError, match=r"data\.train_files: .*twice\.parquet has several columns named 'prompt'.*one"
-        ):
+        with pytest.raises(ValueError) as refused:
             resolve(path, KEY, check)
+        named(refused.value, "data.train_files twice.parquet 'prompt'")

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import importlib
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -129,3 +131,10 @@ def test_a_score_that_cannot_be_is_the_lowest_one(judge: Judge) -> None:
     assert errors(result) == [None] * 4
     assert scores(result) == pytest.approx([0.1] * 4)
     assert {(part["judge"], part["judge_valid"]) for part in parts(result)} == {(1.0, 0)}
+
+
+def test_without_the_client_the_run_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.delitem(sys.modules, "pipeline.reward.judge")
+    with pytest.raises(ImportError, match="the judge needs the package openai .*: pip install openai"):
+        importlib.import_module("pipeline.reward.judge")

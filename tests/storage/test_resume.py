@@ -80,9 +80,10 @@ def test_another_mesh_continues(run):
     assert check_run_folder(run, load_config(["rollout.n=4", *mesh]))
 
 
-def test_never_refuses_any_run(run):
-    with pytest.raises(ConfigError, match="trainer.resume=never"):
+def test_never_refuses_any_run(run, named):
+    with pytest.raises(ConfigError) as refused:
         check_run_folder(run, load_config(["rollout.n=4"]), resume="never")
+    named(refused.value, "trainer.resume=never")
 
 
 def test_folder_that_is_no_run(tmp_path):
@@ -141,67 +142,73 @@ def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
 # a new run from a policy
 
 
-def test_a_policy_with_other_adapters_is_refused(tmp_path):
+def test_a_policy_with_other_adapters_is_refused(tmp_path, named):
     saved(tmp_path, "model.lora.rank=4")
     run = f"trainer.resume=file://{tmp_path}/far/run"
-    with pytest.raises(ConfigError, match="has weights of another model: model.lora.rank is 0 and was 4"):
+    with pytest.raises(ConfigError) as refused:
         given_policy(load_config([run]))
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
+    named(refused.value, "model.lora.rank 0 4")
+    with pytest.raises(ConfigError) as refused:
         given_policy(load_config([run, "trainer.accept_changed=[model]"]))
+    named(refused.value, "model.lora.rank")
     # A slash behind the run's name is no other folder of a store.
     found = given_policy(load_config([f"{run}/", "model.lora.rank=4"]))
     assert found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
     assert given_policy(load_config([f"trainer.resume={found.place}", "model.lora.rank=4"])) == found
 
 
-def test_the_policy_of_a_run_whose_checkpoints_lie_elsewhere(tmp_path):
+def test_the_policy_of_a_run_whose_checkpoints_lie_elsewhere(tmp_path, named):
     saved(tmp_path)
     run, far = tmp_path / "run", f"{tmp_path}/far/run/checkpoints/iteration_000006"
     run.mkdir()
     save_yaml(settings(tmp_path), run / CONFIG_FILE)
-    for named in (run, far):
-        assert given_policy(load_config([f"trainer.resume={named}"])).place.endswith(far)
+    for place in (run, far):
+        assert given_policy(load_config([f"trainer.resume={place}"])).place.endswith(far)
     (tmp_path / "far").rename(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="far/run holds no whole checkpoint"):
+    with pytest.raises(ConfigError) as refused:
         given_policy(load_config([f"trainer.resume={run}"]))
+    named(refused.value, "far/run")
     # Checkpoints in its own folder come first.
     (tmp_path / "gone" / "run" / FOLDER).rename(run / FOLDER)
     assert given_policy(load_config([f"trainer.resume={run}"])).place == f"{run}/checkpoints/iteration_000006"
 
 
 @pytest.mark.parametrize("before", ["ppo", "grpo"])
-def test_the_critic_of_a_policy_counts_if_both_runs_have_one(tmp_path, before):
+def test_the_critic_of_a_policy_counts_if_both_runs_have_one(tmp_path, before, named):
     saved(tmp_path, f"algorithm={before}", "critic.path=a")
     run = [f"trainer.resume=file://{tmp_path}/far/run", "critic.path=b"]
     assert given_policy(load_config([*run, "algorithm=grpo"])).iteration == 6
     if before == "grpo":
         assert given_policy(load_config([*run, "algorithm=ppo"])).iteration == 6
         return
-    with pytest.raises(ConfigError, match="another model: critic.path is b and was a"):
+    with pytest.raises(ConfigError) as refused:
         given_policy(load_config([*run, "algorithm=ppo"]))
+    named(refused.value, "critic.path")
 
 
-def test_a_folder_without_a_policy_is_refused(tmp_path):
+def test_a_folder_without_a_policy_is_refused(tmp_path, named):
     (tmp_path / "model").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"trainer.resume: .*/model holds no whole checkpoint.*model.path of a new run"
-    ):
+    with pytest.raises(ConfigError) as refused:
         given_policy(load_config([f"trainer.resume={tmp_path}/model"]))
+    named(refused.value, "trainer.resume /model model.path")
     for value in ("auto", "never"):
         assert given_policy(load_config([f"trainer.resume={value}"])) is None
 
 
-def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):
+def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path, named):
     saved(tmp_path, "rollout.n=4")
-    with pytest.raises(ConfigError, match=r"run with other settings \(rollout.n\); choose another"):
+    with pytest.raises(ConfigError) as refused:
         own_checkpoint(tmp_path / "run", settings(tmp_path))
-    with pytest.raises(ConfigError, match="already holds a checkpoint and trainer.resume=never"):
+    named(refused.value, "rollout.n")
+    with pytest.raises(ConfigError) as refused:
         own_checkpoint(tmp_path / "run", settings(tmp_path, "rollout.n=4", "trainer.resume=never"))
+    named(refused.value, "trainer.resume=never")
 
 
-def test_a_run_may_not_move_its_storage(run, tmp_path):
-    with pytest.raises(ConfigError, match="trainer.storage_path"):
+def test_a_run_may_not_move_its_storage(run, tmp_path, named):
+    with pytest.raises(ConfigError) as refused:
         check_run_folder(run, load_config(["rollout.n=4", f"trainer.storage_path={tmp_path}"]))
+    named(refused.value, "trainer.storage_path")
 
 
 # places
@@ -297,12 +304,13 @@ def test_reached_looks_into_the_storage(tmp_path):
     assert reached(run_dir, settings(tmp_path)) == 6
 
 
-def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path):
+def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path, named):
     filesystem, path = filesystem_of("memory://bucket/runs/")
     filesystem.create_dir(f"{path}/a")
     assert filesystem_of("memory://bucket/runs")[0].get_file_info(f"{path}/a").is_file is False
     for place in ("s3://bucket/x", "gs://bucket/x", "memory://x", f"{tmp_path}", f"file://{tmp_path}"):
         check_scheme(place)
     for refuse in (check_scheme, filesystem_of):
-        with pytest.raises(ValueError, match="'nosuch://x' is on no file system that pyarrow or fsspec knows"):
+        with pytest.raises(ValueError) as refused:
             refuse("nosuch://x")
+        named(refused.value, "'nosuch://x'")

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.preference import DPOConfig, DPODataConfig
 from pipeline.models.fsdp import full_state_dict
-from pipeline.supervised.data import read
-from pipeline.supervised.dpo import DPOLoop, KTOLoop, loop_of
-from pipeline.supervised.dpo_data import KTO_SCHEMA, PARTNER_CELL, ROW, SCHEMA, DPOEncoder, KTOEncoder, _next_other
+from pipeline.supervised.dpo import DPOLoop
+from pipeline.supervised.dpo_data import SCHEMA, DPOEncoder
 from pipeline.supervised.loop import Settings
+from tests.sentences import Named
 from tests.train.updates import spawn, worlds
 
 PROMPT = [{"role": "user", "content": "Numbers: 3 4. Target: 7."}]
@@ -38,12 +38,12 @@ def tokenizer(tiny_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def encode(tokenizer: Any, rows: list[dict[str, Any]], kto: bool = False, **data: Any) -> pa.Table:
+def encode(tokenizer: Any, rows: list[dict[str, Any]], **data: Any) -> pa.Table:
     """Token rows of the rows of a file `f.parquet`."""
     config = DPODataConfig(**data)
-    encoder = (KTOEncoder if kto else DPOEncoder)(tokenizer, config)
+    encoder = DPOEncoder(tokenizer, config)
     table = pa.Table.from_pylist(rows)
-    (KTOEncoder if kto else DPOEncoder).check(table.schema, "f.parquet", config)
+    DPOEncoder.check(table.schema, "f.parquet", config)
     table = encoder.whole(table, SimpleNamespace(first=100))  # type: ignore[arg-type]
     return encoder.encode(table, [f"f.parquet, row {row}" for row in range(len(rows))])
 
@@ -67,27 +67,26 @@ def test_sides_follow_the_prompt_as_generated_and_end_with_the_end_of_turn(token
         assert tokenizer.decode(ids[mask > 0]) == f"{text}<|im_end|>"
 
 
-@pytest.mark.parametrize("kto", [False, True])
-def test_texts_that_spell_special_tokens_are_text(tokenizer: Any, kto: bool) -> None:
+def test_texts_that_spell_special_tokens_are_text(tokenizer: Any) -> None:
     mark, end = "<|im_end|>\n<|im_start|>assistant\n", tokenizer.eos_token_id
     prompt = said(f"x{mark}y", "user")
     rows = [pair(said(f"a{mark}b"), [*said(mark), *said("more", "user"), *said("c")], prompt=prompt)]
     rows.append(pair(said("a"), said("b")))
-    for row, (chosen, rejected) in zip(encode(tokenizer, rows, kto).to_pylist(), [(1, 3), (1, 1)], strict=True):
+    for row, (chosen, rejected) in zip(encode(tokenizer, rows).to_pylist(), [(1, 3), (1, 1)], strict=True):
         assert row["prompt_ids"].count(end) == 1
         assert row["chosen_ids"].count(end) == chosen and row["rejected_ids"].count(end) == rejected
-    row = encode(tokenizer, rows, kto).to_pylist()[0]
+    row = encode(tokenizer, rows).to_pylist()[0]
     whole = tokenizer.apply_chat_template([*prompt, *said(f"a{mark}b")], tokenize=False)
     assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == whole
     learnt = [token for token, on in zip(row["chosen_ids"], row["chosen_mask"], strict=True) if on]
     assert tokenizer.decode(learnt) == f"a{mark}b<|im_end|>"
 
 
-def test_answers_behind_an_answer_are_no_prompt(tokenizer: Any) -> None:
+def test_answers_behind_an_answer_are_no_prompt(tokenizer: Any, named: Named) -> None:
     begun = [*PROMPT, *said("So")]
-    for kto, row in ((False, pair(prompt=begun)), (True, {"prompt": begun, "completion": "a", "label": True})):
-        with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assi"):
-            encode(tokenizer, [row], kto)
+    with pytest.raises(ValueError) as refused:
+        encode(tokenizer, [pair(prompt=begun)])
+    named(refused.value, "0 'prompt'")
     # Whole conversations part where an answer begins, not within several messages of it.
     sides = [[*begun, *said(text)] for text in "ab"]
     (row,) = encode(tokenizer, [{"chosen": sides[0], "rejected": sides[1]}]).to_pylist()
@@ -114,20 +113,25 @@ def test_text_prompts_whole_conversations_and_several_turns_mean_the_same(tokeni
     assert tokenizer.decode(ids[mask > 0]) == "no<|im_end|>x<|im_end|>"
 
 
-def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any) -> None:
+def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any, named: Named) -> None:
     for side in ("chosen", "rejected"):
-        with pytest.raises(ValueError, match=f"f.parquet, row 0, {side} answer: .*leaves out `thinking` of message 1"):
+        with pytest.raises(ValueError) as refused:
             encode(tokenizer, [pair(said("a"), said("b")) | {side: [said("c")[0] | {"thinking": "hm"}]}])
+        named(refused.value, f"f.parquet 0 {side} 1")
     asked = [PROMPT[0], {**said("x")[0], "reasoning": "hm"}, PROMPT[0]]
-    with pytest.raises(ValueError, match="f.parquet, row 0, .*leaves out `reasoning` of message 1"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [pair() | {"prompt": asked}])
+    named(refused.value, "f.parquet 0 1")
 
 
-def test_answers_without_their_thinking_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_their_thinking_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, named: Named
+) -> None:
     template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="f.parquet, row 0, rejected answer: .*leaves out the beginning of the answer"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [pair(said("a"), said("<think>hm</think>b"))])
+    named(refused.value, "f.parquet 0")
 
 
 def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
@@ -146,132 +150,67 @@ def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
         (pair(said("a"), said("b", "user")), "row 0, column 'rejected': the last message is of role 'user'"),
         (pair([*PROMPT, *said("a")], [*PROMPT, *said("b")]), "'chosen': the answer begins with a message of role 'us"),
         ({"chosen": said("a"), "rejected": said("b")}, "row 0: the columns 'chosen' and 'rejected' have no prompt in"),
-        (pair(margin=float("nan")), "f.parquet, row 0, column 'margin': the margin is nan, not a finite number"),
-        (pair(margin=None), "f.parquet.* column 'margin' of type null where numbers are needed"),
         ({"prompt": PROMPT, "chosen": "a"}, "f.parquet has no column 'rejected', but prompt, chosen"),
     ],
 )
 def test_bad_pairs_are_refused_with_their_place(tokenizer: Any, row: dict[str, Any], sentence: str) -> None:
     rows = [row, pair()] if row.get("chosen", "") is None else [row]
     with pytest.raises(ValueError, match=sentence):
-        encode(tokenizer, rows, margin_key="margin" if "margin" in row else None)
+        encode(tokenizer, rows)
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "keys"),
     [
-        ({"chosen": None}, "column 'chosen': there is no answer; remove the row"),
-        ({"rejected": ""}, "column 'rejected': there is no answer; remove the row"),
-        ({"rejected": "7 = 3 + 4"}, "the columns 'chosen' and 'rejected' are equal"),
-        ({"prompt": ""}, "column 'prompt': there is no prompt; remove the row"),
-        ({"prompt": None}, "column 'prompt': there is no prompt; remove the row"),
-        ({"margin": None}, "column 'margin': the margin is None, not a finite number"),
+        ({"chosen": None}, "'chosen'"),
+        ({"rejected": ""}, "'rejected'"),
+        ({"rejected": "7 = 3 + 4"}, "'chosen' 'rejected'"),
+        ({"prompt": ""}, "'prompt'"),
+        ({"prompt": None}, "'prompt'"),
     ],
 )
-def test_bad_pairs_are_found_before_anything_starts(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
-    rows = [{"prompt": f"{number}", "chosen": "7 = 3 + 4", "rejected": "3", "margin": 1.0} for number in range(9)]
+def test_bad_pairs_are_found_before_anything_starts(
+    tmp_path: Path, row: dict[str, Any], keys: str, named: Named
+) -> None:
+    rows = [{"prompt": f"{number}", "chosen": "7 = 3 + 4", "rejected": "3"} for number in range(9)]
     rows[7] |= row
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet", row_group_size=4)
-    data = DPODataConfig(margin_key="margin")
-    for encoder in (DPOEncoder, KTOEncoder):
-        with pytest.raises(ValueError, match=rf"data.val_files: .*f.parquet, row 7 \(row group 1\).* {sentence}"):
-            encoder.find_row_groups(str(tmp_path), "data.val_files", data)
+    data = DPODataConfig()
+    with pytest.raises(ValueError) as refused:
+        DPOEncoder.find_row_groups(str(tmp_path), "data.val_files", data)
+    named(refused.value, f"data.val_files f.parquet 7 1 {keys}")
 
 
-def test_a_column_needs_a_name(tmp_path: Path) -> None:
+def test_a_column_needs_a_name(tmp_path: Path, named: Named) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "chosen": ["x"], "rejected": ["y"]}), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match="has no column '', but prompt, chosen, rejected; name it with data.chosen_ke"):
+    with pytest.raises(ValueError) as refused:
         DPOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig(chosen_key=""))
+    named(refused.value, "data.chosen_ke")
 
 
-@pytest.mark.parametrize("label", [2, None])
-def test_bad_labels_are_found_before_anything_starts(tmp_path: Path, label: int | None) -> None:
-    rows = {"prompt": ["a", "b", "c"], "completion": ["x", "y", "z"], "label": [0, 1, label]}
-    pq.write_table(pa.table(rows), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=f"f.parquet, row 2 .*column 'label': {label} is neither true nor false"):
-        KTOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig())
-
-
-def test_an_answer_that_begins_with_the_user_is_told_what_helps(tokenizer: Any) -> None:
-    row = {"prompt": PROMPT, "completion": [*PROMPT, *said("a")], "label": True}
-    with pytest.raises(ValueError, match="role 'user'; move the messages before the answer into the column of the pro"):
-        encode(tokenizer, [row], kto=True)
-
-
-def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any) -> None:
+def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any, named: Named) -> None:
     rows = [pair("1 2 3 4 5 6 7 8 9", "1"), pair("1", "2")]
     full = encode(tokenizer, rows)
     length = len(full["prompt_ids"][0]) + len(full["chosen_ids"][0])
-    with pytest.raises(
-        ValueError, match=f"row 0: the conversation has {length} tokens, .* data.max_length={length - 2}"
-    ):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, max_length=length - 2)
+    named(refused.value, f"0 {length}")
     left = encode(tokenizer, rows, max_length=length - 2, truncation="left")
     assert left["prompt_ids"][0].as_py() == full["prompt_ids"][0].as_py()[2:]
     assert left["chosen_ids"] == full["chosen_ids"] and left["prompt_ids"][1] == full["prompt_ids"][1]
     dropped = encode(tokenizer, rows, max_length=length - 2, truncation="drop")
     assert [len(dropped[f"{name}_ids"][0]) for name in ("prompt", "chosen", "rejected")] == [0, 0, 0]
     assert dropped.slice(1) == full.slice(1)
-    with pytest.raises(ValueError, match="row 0: the answer, without any of its prompt, has"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, max_length=4, truncation="left")
-
-
-def test_rows_keep_their_number_and_partner_however_they_are_shuffled(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"prompt": f"{i}", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(11)]
-    for name, part in (("a", rows[:6]), ("b", rows[6:])):
-        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet", row_group_size=4)
-    data = DPODataConfig()
-    groups = KTOEncoder.find_row_groups(str(tmp_path), "data.train_files", data)
-    assert [group.first for group in groups] == [0, 4, 6, 10]
-    encoder = KTOEncoder(tokenizer, data)
-    seen = {}
-    for group in groups:
-        for table in read(group, encoder, np.random.default_rng(3)):
-            assert table.schema == KTO_SCHEMA
-            for row in table.to_pylist():
-                side, other = ("chosen", "rejected") if row["row"] % 2 == 0 else ("rejected", "chosen")
-                assert (
-                    tokenizer.decode(row[f"{side}_ids"]).startswith(f"answer {row['row']}") and not row[f"{other}_ids"]
-                )
-                text = tokenizer.decode(row["partner_ids"])
-                seen[row["row"]] = int(text.removeprefix("answer").split("<")[0]) if text else None
-    # The next row of the row group, after its last the first; a row that is alone has none.
-    assert seen == {0: 1, 1: 2, 2: 3, 3: 0, 4: 5, 5: 4, 6: 7, 7: 8, 8: 9, 9: 6, 10: None}
-
-
-def test_a_partner_has_another_prompt() -> None:
-    assert _next_other(list("aabbca")) == [2, 2, 4, 4, 5, 2]
-    assert _next_other(list("aaa")) == [None] * 3 and _next_other([]) == [] and _next_other(["a"]) == [None]
-
-
-def test_kto_needs_labels_of_both_kinds(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "f.parquet"
-    for label, kind in ((True, "good"), (False, "bad")):
-        pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [label] * 2}), path)
-        with pytest.raises(
-            ValueError, match=f"data.train_files .*f.parquet: column 'label' marks every answer as {kind}"
-        ):
-            KTOEncoder.find_row_groups(str(path), "data.train_files", DPODataConfig())
-        assert KTOEncoder.find_row_groups(str(path), "data.val_files", DPODataConfig())
-    for table, sentence in (
-        ({"prompt": ["a"], "completion": ["x"]}, "no column 'label'"),
-        ({"prompt": ["a"], "completion": ["x"], "label": ["yes"]}, "'label' of type string where true and false"),
-        ({"completion": ["x"], "label": [True]}, "no column 'prompt'"),
-        ({"prompt": ["a"], "completion": [3], "label": [True]}, "'completion' of type int64"),
-        ({"prompt": ["a"], "chosen": ["x"]}, "no column 'rejected'"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            KTOEncoder.check(pa.table(table).schema, "f.parquet", DPODataConfig())
-    rows = [{"prompt": "a", "completion": "x", "label": 2}, {"prompt": "b", "completion": "y", "label": 1}]
-    with pytest.raises(ValueError, match="f.parquet, row 0, column 'label': 2 is neither true nor false"):
-        encode(tokenizer, rows, kto=True)
+    named(refused.value, "0")
 
 
 # The update.
 
 
-def rows_of(count: int = 7, seed: int = 0, kto: bool = False) -> pa.Table:
-    """Rows of random tokens; of KTO, the even ones have a good answer alone, and the last one no partner."""
+def rows_of(count: int = 7, seed: int = 0) -> pa.Table:
+    """Rows of random tokens."""
     random = np.random.default_rng(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -279,15 +218,14 @@ def rows_of(count: int = 7, seed: int = 0, kto: bool = False) -> pa.Table:
 
     rows = []
     for number in range(count):
-        row: dict[str, Any] = {"row": number, "prompt_ids": tokens(1, 12), "margin": number / 8}
-        for side in ("chosen", "rejected", "partner"):
+        row: dict[str, Any] = {"row": number, "prompt_ids": tokens(1, 12)}
+        for side in ("chosen", "rejected"):
             ids = tokens(1, 9)
             mask = (random.random(len(ids)) < 0.8).astype(int)
             mask[-1] = 1
-            absent = kto and ((side == "rejected" and number % 2 == 0) or (side == "partner" and number == count - 1))
-            row |= {f"{side}_ids": [] if absent else ids, f"{side}_mask": [] if absent else mask.tolist()}
+            row |= {f"{side}_ids": ids, f"{side}_mask": mask.tolist()}
         rows.append(row)
-    return pa.Table.from_pylist(rows, schema=KTO_SCHEMA if kto else SCHEMA)
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, **changes: Any) -> DPOLoop:
@@ -301,13 +239,12 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
     progress = SimpleNamespace(**dict.fromkeys(("post", "note"), SimpleNamespace(remote=lambda told: None)))
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
-    loop = loop_of(config.loss.type)
     with (
         patch.object(ray.train, "get_context", return_value=context),
         patch.object(ray.train, "get_dataset_shard", return_value=shard),
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
-        return loop(Settings(loop, config, len(tables), [], progress))
+        return DPOLoop(Settings(DPOLoop, config, len(tables), [], progress))
 
 
 def shifted(loop: DPOLoop, amount: float = 0.05) -> None:
@@ -333,34 +270,24 @@ def plain_sums(lm: Any, rows: pa.Table, side: str) -> list[Tensor | None]:
     return sums
 
 
-def plain_loss(
-    folder: Path, state: dict[str, Tensor], rows: pa.Table, name: str, **options: float
-) -> tuple[Any, Tensor]:
+def plain_loss(folder: Path, state: dict[str, Tensor], rows: pa.Table, name: str) -> tuple[Any, Tensor]:
     """The model with gradients of the loss, and the loss, from their formulas."""
     lm, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     lm.load_state_dict({key.removeprefix("lm."): value for key, value in state.items()}, strict=False)
     lm.tie_weights()
     ratios, sums = {}, {}
-    for side in ("chosen", "rejected", *(["partner"] if name == "kto" else [])):
+    for side in ("chosen", "rejected"):
         with torch.no_grad():
             before = plain_sums(reference, rows, side)
         sums[side] = plain_sums(lm, rows, side)
         ratios[side] = [a - b for a, b in zip(sums[side], before, strict=True) if a is not None and b is not None]
     tokens = {side: torch.tensor([sum(mask) for mask in rows[f"{side}_mask"].to_pylist() if mask]) for side in ratios}
     chosen, rejected = torch.stack(ratios["chosen"]), torch.stack(ratios["rejected"])
-    beta, margin = 0.3, torch.tensor(rows["margin"].to_pylist())
-    if name == "kto":
-        kl = torch.stack(ratios["partner"]).mean().clamp(min=0).detach()
-        loss = (1 - torch.sigmoid(beta * (chosen - kl))).sum() + (1 - torch.sigmoid(beta * (kl - rejected))).sum()
-        loss = loss / (len(chosen) + len(rejected))
-    elif name == "ipo":
+    beta = 0.3
+    if name == "ipo":
         loss = ((chosen / tokens["chosen"] - rejected / tokens["rejected"] - 1 / (2 * beta)) ** 2).mean()
-    elif name == "hinge":
-        loss = torch.relu(1 - (beta * (chosen - rejected) - margin)).mean()
     else:
-        loss = -logsigmoid(beta * (chosen - rejected) - margin).mean()
-    alpha = options.get("rpo_alpha", 0.0)
-    loss = loss - alpha * (torch.stack(sums["chosen"]) / tokens["chosen"]).mean() if alpha else loss
+        loss = -logsigmoid(beta * (chosen - rejected)).mean()
     loss.backward()
     return lm, loss.detach()
 
@@ -375,9 +302,9 @@ def assert_gradients(loop: DPOLoop, lm: Any) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("share", ["never", "always"])
 @pytest.mark.parametrize("budget", [42, 60, 4096])
-@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_loss_and_gradient_are_those_of_plain_torch(tiny_model: Path, loss: str, budget: int, share: str) -> None:
-    rows = rows_of(kto=loss == "kto")
+    rows = rows_of()
     loop = worker(tiny_model, [rows], type=loss, max_token_len_per_gpu=budget, grad_clip=1e9, share_prompts=share)
     loop.keep_reference()
     shifted(loop)
@@ -387,20 +314,6 @@ def test_loss_and_gradient_are_those_of_plain_torch(tiny_model: Path, loss: str,
         metrics = loop.step(rows)
     lm, wanted = plain_loss(tiny_model, full_state_dict(loop.model), rows, loss)
     assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5) and metrics["dropped"] == 0
-    assert_gradients(loop, lm)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("loss", "alpha"), [("hinge", 0.0), ("ipo", 0.0), ("sigmoid", 0.7)])
-def test_other_losses_are_those_of_plain_torch(tiny_model: Path, loss: str, alpha: float) -> None:
-    rows = rows_of(5, seed=1)
-    loop = worker(tiny_model, [rows], type=loss, rpo_alpha=alpha, max_token_len_per_gpu=60, grad_clip=1e9)
-    loop.keep_reference()
-    shifted(loop)
-    with patch.object(loop.optimizer, "step"):
-        metrics = loop.step(rows)
-    lm, wanted = plain_loss(tiny_model, full_state_dict(loop.model), rows, loss, rpo_alpha=alpha)
-    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     assert_gradients(loop, lm)
 
 
@@ -440,10 +353,10 @@ def test_the_reference_stays_the_start_model_over_epochs(tiny_model: Path) -> No
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_rows_left_out_are_counted_and_change_nothing(tiny_model: Path, loss: str) -> None:
-    rows = rows_of(kto=loss == "kto")
-    names = [name for name in rows.column_names if name not in ("row", "margin")]
+    rows = rows_of()
+    names = [name for name in rows.column_names if name != "row"]
     lines = rows.to_pylist()
     for number in (2, 5):
         lines[number] |= {name: [] for name in names}
@@ -466,8 +379,8 @@ def test_rows_left_out_are_counted_and_change_nothing(tiny_model: Path, loss: st
 
 def _on_ranks(rank: int, folder: str, model: str) -> None:
     for world in worlds(rank, folder):
-        for loss in ("sigmoid", "kto"):
-            table = rows_of(8, kto=loss == "kto")
+        for loss in ("sigmoid", "ipo"):
+            table = rows_of(8)
             # Each rank's block; the second batch has the same rows in another order, on other ranks.
             blocks = [table.slice(8 // world * rank, 8 // world), table.take([5, 0, 7, 2, 1, 3, 4, 6])]
             blocks[1] = blocks[1].slice(8 // world * rank, 8 // world)
@@ -486,15 +399,10 @@ def _on_ranks(rank: int, folder: str, model: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_give_the_same_steps_as_one(tmp_path: Path, tiny_model: Path) -> None:
     spawn(_on_ranks, str(tmp_path), str(tiny_model))
-    for loss in ("sigmoid", "kto"):
+    for loss in ("sigmoid", "ipo"):
         one, two = (torch.load(tmp_path / f"{world}-{loss}.pt", weights_only=False) for world in (1, 2))
         np.testing.assert_allclose(one[2], two[2], rtol=1e-5)
         for a, b in zip(one[0], two[0], strict=True):
             assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
         for name, value in one[1].items():
             torch.testing.assert_close(value, two[1][name], rtol=1e-4, atol=1e-6)
-
-
-def test_losses_of_answers_have_their_own_worker() -> None:
-    assert loop_of("ipo") is DPOLoop and loop_of("kto") is KTOLoop
-    assert {ROW, PARTNER_CELL}.isdisjoint({"prompt", "chosen", "rejected", "completion", "label"})

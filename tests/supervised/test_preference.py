@@ -23,6 +23,7 @@ from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import Settings
 from pipeline.supervised.preference import MEASURED, SCHEMA, PreferenceEncoder, PreferenceLoop, bradley_terry, collate
 from tests.models.test_reward_model import build, ragged, theirs
+from tests.sentences import Named
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2 + 2?"}]
 GOOD = [{"role": "assistant", "content": "<answer> 4 </answer>"}]
@@ -79,9 +80,10 @@ def test_texts_that_spell_special_tokens_are_text(tokenizer: Any) -> None:
     assert tokenizer.decode(first["chosen_ids"]) == tokenizer.apply_chat_template([*ask, *good], tokenize=False)
 
 
-def test_an_answer_at_the_end_of_the_prompt_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assistant's"):
+def test_an_answer_at_the_end_of_the_prompt_is_refused(tokenizer: Any, named: Named) -> None:
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [{"prompt": [*ASK, *GOOD], "chosen": GOOD, "rejected": BAD}])
+    named(refused.value, "0 'prompt'")
 
 
 def test_template_arguments_reach_the_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_template_arguments_reach_the_template(tokenizer: Any, monkeypatch: pyte
     assert tokenizer.decode(row["chosen_ids"]).endswith("<|im_end|>\ncalm")
 
 
-def test_long_pairs(tokenizer: Any) -> None:
+def test_long_pairs(tokenizer: Any, named: Named) -> None:
     rows = [{"prompt": ASK, "chosen": GOOD, "rejected": side} for side in (BAD, GOOD)]
     whole = encode(tokenizer, rows)
     limit = len(whole[1]["chosen_ids"])
@@ -101,60 +103,65 @@ def test_long_pairs(tokenizer: Any) -> None:
     assert left[0]["chosen_ids"] == whole[0]["chosen_ids"] and left[1] == whole[1]
     drop = encode(tokenizer, rows, max_length=limit, truncation="drop")
     assert drop[0]["chosen_ids"] == drop[0]["rejected_ids"] == [] and drop[1] == whole[1]
-    with pytest.raises(ValueError, match=rf"f.parquet, row 0, column 'rejected': .* more than data.max_length={limit}"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, rows, max_length=limit)
+    named(refused.value, f"f.parquet 0 'rejected' data.max_length={limit}")
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "keys"),
     [
-        ({"chosen": None}, "column 'chosen': None is not a list of messages"),
-        ({"rejected": []}, r"column 'rejected': \[\] is not a list of messages"),
-        ({"prompt": None}, "column 'prompt': None is not a list of messages"),
-        ({"chosen": [{"role": None, "content": "x"}]}, "column 'chosen': message 0 has no role"),
-        ({"chosen": [{"role": "assistant", "content": None}]}, "column 'chosen': message 0 has no content"),
-        ({"chosen": [*GOOD, *ASK[1:]]}, "column 'chosen': the last message is of role 'user', not the assistant's"),
-        ({"rejected": [*ASK, *GOOD]}, "column 'rejected': the answer begins with .* 'system'; .* data.prompt_key=null"),
-        ({"by": None}, "column 'by': the margin is None, not a finite number"),
-        ({"by": float("inf")}, "column 'by': the margin is inf, not a finite number"),
+        ({"chosen": None}, "'chosen'"),
+        ({"rejected": []}, "'rejected'"),
+        ({"prompt": None}, "'prompt'"),
+        ({"chosen": [{"role": None, "content": "x"}]}, "'chosen' 0"),
+        ({"chosen": [{"role": "assistant", "content": None}]}, "'chosen' 0"),
+        ({"chosen": [*GOOD, *ASK[1:]]}, "'chosen' 'user'"),
+        ({"rejected": [*ASK, *GOOD]}, "'rejected' 'system' data.prompt_key=null"),
+        ({"by": None}, "'by'"),
+        ({"by": float("inf")}, "'by'"),
     ],
 )
-def test_bad_rows_are_named(tokenizer: Any, change: dict[str, Any], sentence: str) -> None:
+def test_bad_rows_are_named(tokenizer: Any, change: dict[str, Any], keys: str, named: Named) -> None:
     good = {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "by": 1.0}
-    with pytest.raises(ValueError, match=f"^f.parquet, row 1, {sentence}"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [good, good | change], margin_key="by")
+    named(refused.value, f"f.parquet 1 {keys}")
 
 
-def test_a_missing_prompt_and_a_failing_template_are_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_prompt_and_a_failing_template_are_named(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, named: Named
+) -> None:
     pair = {"prompt": ASK, "chosen": GOOD, "rejected": ""}
-    with pytest.raises(ValueError, match="row 0, column 'chosen': the conversation begins with the assistant"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [{"asked": ASK, "chosen": GOOD, "rejected": BAD}])
-    for template, sentence in {
-        "{{ raise_exception('no') }}": "column 'chosen': the model's chat template fails",
-        "{% if messages[-1].content %}{{ messages | map(attribute='content') | join }}{% endif %}": (
-            "column 'rejected': .* makes an empty text"
-        ),
+    named(refused.value, "0 'chosen'")
+    for template, column in {
+        "{{ raise_exception('no') }}": "'chosen'",
+        "{% if messages[-1].content %}{{ messages | map(attribute='content') | join }}{% endif %}": "'rejected'",
     }.items():
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        with pytest.raises(ValueError, match=f"row 0, {sentence}"):
+        with pytest.raises(ValueError) as refused:
             encode(tokenizer, [pair])
+        named(refused.value, f"0 {column}")
 
 
 @pytest.mark.parametrize(
-    ("columns", "sentence"),
+    ("columns", "keys"),
     [
-        ({"prompt": [ASK], "chosen": [GOOD]}, "has no column 'rejected', but prompt, chosen; .* data.rejected_key"),
-        ({"prompt": [ASK], "chosen": [1], "rejected": [GOOD]}, "has a column 'chosen' of type int64 where a list"),
-        ({"prompt": [1], "chosen": [GOOD], "rejected": [GOOD]}, "has a column 'prompt' of type int64 where a list"),
-        ({"chosen": [GOOD], "rejected": [GOOD]}, "has no column 'by', .* data.margin_key"),
-        ({"chosen": [GOOD], "rejected": [GOOD], "by": ["1"]}, "has a column 'by' of type string where numbers"),
+        ({"prompt": [ASK], "chosen": [GOOD]}, "'rejected' data.rejected_key"),
+        ({"prompt": [ASK], "chosen": [1], "rejected": [GOOD]}, "'chosen' int64"),
+        ({"prompt": [1], "chosen": [GOOD], "rejected": [GOOD]}, "'prompt' int64"),
+        ({"chosen": [GOOD], "rejected": [GOOD]}, "'by' data.margin_key"),
+        ({"chosen": [GOOD], "rejected": [GOOD], "by": ["1"]}, "'by'"),
     ],
 )
-def test_files_that_lack_a_column_are_named(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
+def test_files_that_lack_a_column_are_named(tmp_path: Path, columns: dict[str, Any], keys: str, named: Named) -> None:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     data = PreferenceDataConfig(margin_key="by")
-    with pytest.raises(ValueError, match=f"data.val_files: .*a.parquet {sentence}"):
+    with pytest.raises(ValueError) as refused:
         PreferenceEncoder.find_row_groups(str(tmp_path), "data.val_files", data)
+    named(refused.value, f"data.val_files a.parquet {keys}")
 
 
 def test_files_of_hh_rlhf_are_read_and_dealt_to_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
@@ -320,14 +327,15 @@ def test_a_pad_token_is_saved_unless_conversations_end_with_it(folder: Path, end
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_model_with_too_few_positions_is_refused(folder: Path) -> None:
+def test_a_model_with_too_few_positions_is_refused(folder: Path, named: Named) -> None:
     build("gpt2").lm.save_pretrained(folder)
-    with pytest.raises(ValueError, match="data.max_length=25 is more than the 24 tokens that the model has positions"):
+    with pytest.raises(ValueError) as refused:
         worker(folder, [pairs()], max_length=25)
+    named(refused.value, "data.max_length=25 24")
     worker(folder, [pairs()], max_length=24)
 
 
-def test_columns_of_json_and_text_that_is_json_of_messages(tokenizer: Any) -> None:
+def test_columns_of_json_and_text_that_is_json_of_messages(tokenizer: Any, named: Named) -> None:
     want = encode(tokenizer, [{"prompt": ASK, "chosen": GOOD, "rejected": BAD}])
     cells = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
     assert encode(tokenizer, [{name: json.dumps(cell) for name, cell in cells.items()}]) == want
@@ -341,23 +349,26 @@ def test_columns_of_json_and_text_that_is_json_of_messages(tokenizer: Any) -> No
     for text in ("[1, 2]", "42", '[{"a": 1}]'):
         (row,) = encode(tokenizer, [{"prompt": "Q", "chosen": text, "rejected": "no"}])
         assert f"{text}<|im_end|>" in tokenizer.decode(row["chosen_ids"])
-    with pytest.raises(
-        ValueError, match="row 0, column 'chosen': the conversation begins with the assistant; .*prompt"
-    ):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [{"chosen": "a", "rejected": "b"}])
+    named(refused.value, "0 'chosen'")
 
 
-def test_answers_without_their_thinking_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_their_thinking_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, named: Named
+) -> None:
     template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
     monkeypatch.setattr(tokenizer, "chat_template", template)
     thought = [{"role": "assistant", "content": "<think>hm</think>4"}]
-    with pytest.raises(ValueError, match="row 0, column 'chosen': .*leaves out the beginning of the answer"):
+    with pytest.raises(ValueError) as refused:
         encode(tokenizer, [{"prompt": ASK, "chosen": thought, "rejected": BAD}])
+    named(refused.value, "0 'chosen'")
 
 
-def test_what_a_template_leaves_out_of_a_side_is_refused(tokenizer: Any) -> None:
+def test_what_a_template_leaves_out_of_a_side_is_refused(tokenizer: Any, named: Named) -> None:
     thought = [GOOD[0] | {"thinking": "2 and 2"}]
     for side in ("chosen", "rejected"):
         pair = {"prompt": ASK, "chosen": GOOD, "rejected": BAD} | {side: thought}
-        with pytest.raises(ValueError, match=f"row 0, column '{side}': .*leaves out `thinking` of message 2"):
+        with pytest.raises(ValueError) as refused:
             encode(tokenizer, [pair])
+        named(refused.value, f"0 '{side}' 2")

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.catalogue import POLICY_LOSSES
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.learner import ActorConfig, PolicyLossConfig
 from pipeline.dynamic_sampling.ledger import IterationStats
-from pipeline.losses.registry import _POLICY_LOSSES, LossInput
+from pipeline.losses.registry import LossInput
 from pipeline.models.batch import TrainBatch
 from pipeline.stats import Stats
 from pipeline.track.metrics import iteration_metrics, log_prob_gap, missing_rates
@@ -97,7 +98,7 @@ def losses() -> set[str]:
     config = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.1))
     one = torch.ones(1)
     data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, token_mask=one > 0, pair_margin=one)
-    own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
+    own = [loss for loss in POLICY_LOSSES.values() if loss.built_in]
     assert len(own) >= 12
     return {f"actor/{name}" for loss in own for name in loss.function(data, config)[1]}
 

@@ -100,14 +100,14 @@ class Plain:
 
     def chosen(self, config: Config) -> Tensor | None:
         """[N] the tokens that the loss chooses."""
-        select = get_policy_loss(config.actor.policy_loss.loss_mode).token_mask_fn
-        if select is None:
+        loss = get_policy_loss(config.actor.policy_loss.loss_mode)
+        if loss.token_mask_fn is None:
             return None
         kept = self.mask > 0
         keys = self.batch.random_keys(list(range(len(self.rows))), config.trainer.seed, 0)
         columns = (values.detach()[kept].double().numpy() for values in (self.log_probs, self.engine, self.advantages))
         chosen = torch.zeros(len(kept), dtype=torch.bool)
-        chosen[kept] = torch.from_numpy(select(Candidates(*columns, keys), config.actor))
+        chosen[kept] = torch.from_numpy(loss.choose_tokens(Candidates(*columns, keys), config.actor))
         return chosen
 
     def pg_loss_and_gradient(self, config: Config) -> tuple[float, float, dict[str, Tensor]]:

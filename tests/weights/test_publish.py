@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pipeline.config import Config
 from pipeline.config.learner import FSDPConfig
 from pipeline.models.fsdp import shard
+from pipeline.stats import reduce
+from pipeline.train.setup import build_publishers
 from pipeline.weights.checksum import crc
 from pipeline.weights.load import Piece, Shard, checksum, parameters
 from pipeline.weights.publish import WeightPublisher, named, pack
@@ -228,17 +232,15 @@ def test_memory_of_buckets_is_used_again_and_not_before_they_are_stored() -> Non
         time.sleep(0.02)
         return bytes(buffer)
 
-    for delta in (False, True):
-        places.clear()
-        made = WeightPublisher(0, torch.float32, 200, slow, delta=delta)
-        for version in range(6):
-            torch.manual_seed(version)
-            model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
-            shard = made.pack(model, version)
-            arrived = dict(parameters([shard], fetch))
-            assert all(torch.equal(arrived[name], p) for name, p in model.named_parameters())
-        # With changes, the buckets of the version before still are compared.
-        assert len(shard.buckets) > 3 and (delta or len(places) == 2)
+    made = WeightPublisher(0, torch.float32, 200, slow)
+    for version in range(6):
+        torch.manual_seed(version)
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+        shard = made.pack(model, version)
+        arrived = dict(parameters([shard], fetch))
+        assert all(torch.equal(arrived[name], p) for name, p in model.named_parameters())
+        assert len(shard.buckets) > 3 and len(places) == 2
+        assert made.bytes == sum(map(len, shard.buckets))
 
 
 def test_a_bucket_that_cannot_be_stored_is_an_error() -> None:
@@ -247,3 +249,15 @@ def test_a_bucket_that_cannot_be_stored_is_an_error() -> None:
 
     with pytest.raises(MemoryError, match="object store is full"):
         pack(named(Model()), 0, torch.float32, LIMIT, full)
+
+
+def test_the_policy_is_published_under_the_names_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    model.hf_name = lambda name: f"lm.{name}"
+    actor: Any = SimpleNamespace(module=model)
+    monkeypatch.setattr("ray.put", lambda buffer: bytes(buffer))
+    made = build_publishers(Config(), actor, None, 0, torch.device("cpu"))["policy"]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert {piece.name for piece in made.pack(model, 0).pieces} == {f"lm.{name}" for name, _ in tensors}
+    metrics = reduce([made.stats(), made.stats()])  # of two ranks
+    assert metrics["perf/weight_bytes"] == 2 * made.bytes > 0

@@ -1,9 +1,9 @@
 """Reward rules by `data_source`.
 
 A rule is `compute_score(solution_str, ground_truth)`, a pure function of the response text and the row's ground truth.
-It returns a dict with `score`, `acc` and `format` (0 or 1: the answer is right; it stands where the prompt asks for
-it), and `pred`, the answer in one way of writing for majority votes, cut to a bounded length ("" where there is
-none). It raises `ValueError` for ground truth that it cannot use: that is an error of the data, never a 0. A response
+It returns a dict with `score`, `acc` (1 if the answer is right, else 0), `format` (1 if the answer is in the requested
+place, else 0), and `pred`, the answer in a canonical form for majority votes, cut to a bounded length ("" without an
+answer). It raises `ValueError` for ground truth that it cannot use: that is an error of the data, never a 0. A response
 never makes it raise. A new rule is one module here and one line below.
 """
 
@@ -33,11 +33,11 @@ RULES: dict[str, Rule] = {
     "hellaswag": multiple_choice.compute_score,
     "searchR1_*": search_r1.compute_score,
 }
-"""A name that ends with `*` stands for every data source that begins so."""
+"""Rules by name. A name that ends with `*` is a prefix of data sources."""
 
 
 def rule_of(data_source: str) -> Rule:
-    """The rule that scores rows of `data_source`.
+    """Return the rule that scores rows of `data_source`.
 
     Raises:
         ValueError: no rule has that name; the sentence lists the known ones.

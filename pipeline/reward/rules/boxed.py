@@ -14,11 +14,11 @@ _BARE = re.compile(r"[^\s{}$\\]{1,100}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`) that is closed, or None where there is none.
+    r"""Return the content of the last closed box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`), or None without one.
 
-    A box of more than `MAX_LENGTH` characters is passed over; at most `MAX_BOXES` are tried. Of boxes inside each other
-    the outermost counts, and is not equal to anything unless it holds nothing but the inner one. A minus right before
-    the box is the answer's sign, and what goes on as another number behind it (`\\boxed{42} million`) is part of it.
+    A box of more than `MAX_LENGTH` characters is skipped; at most `MAX_BOXES` are tried. Of nested boxes the outermost
+    counts, and is not equal to anything unless it holds only the inner one. A minus right before the box is the
+    answer's sign. Text after the box that continues its number (`\\boxed{42} million`) is part of it.
     """
     found = _last(text)
     if found is None:
@@ -30,13 +30,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    """The text with the content of its last box in place of the box."""
+    """Replace the last box of the text by its content."""
     found = _last(text)
     return text if found is None else f"{text[: found[0]]}{found[1]}{text[found[2] :]}"
 
 
 def _last(text: str) -> tuple[int, str, int] | None:
-    """Start, content and end of the last box."""
+    """Find start, content and end of the last box."""
     found = None
     end = len(text)
     for _ in range(MAX_BOXES):
@@ -54,7 +54,7 @@ def _last(text: str) -> tuple[int, str, int] | None:
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
-    """Content and end of the box that starts there, or None if it is not closed."""
+    """Return content and end of the box that starts at `start`, or None if it is not closed."""
     command = _COMMAND.match(text, start)
     if command is None:
         return None
@@ -73,8 +73,8 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _going_on(content: str, text: str, end: int) -> str:
-    """What stands behind the box of a number and makes another number of it; mostly nothing."""
+    """Return the text after a number's box that changes the number; mostly empty."""
     behind = text[end : end + quantity.LONGEST].partition("\n")[0].lstrip("$")
-    # Without a blank may follow any word, as nothing runs together.
+    # Without a blank, any word may follow, since a box separates it from the number.
     parted = f" {behind}" if behind[:1].isalpha() else behind
     return behind if content[-1:].isdecimal() and quantity.goes_on(parted) else ""

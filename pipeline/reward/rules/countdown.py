@@ -29,7 +29,7 @@ class AnswerError(ValueError):
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Text of the last closed `<answer>` block, or None where there is none; in linear time."""
+    """Return the text of the last closed `<answer>` block, or None without one; in linear time."""
     start = solution_str.rfind(OPEN, 0, max(solution_str.rfind(CLOSE), 0))
     if start < 0:
         return None
@@ -38,7 +38,7 @@ def extract_answer(solution_str: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[int | str]:
-    """Numbers as ints and `+ - * / ( )` as strings, blanks left out.
+    """Read numbers as ints and `+ - * / ( )` as strings, without blanks.
 
     Raises:
         AnswerError: the answer is too long, a number has too many digits or a leading zero, or a character is foreign.
@@ -63,10 +63,10 @@ def tokenize(answer: str) -> list[int | str]:
 
 
 def evaluate(tokens: list[int | str]) -> Fraction:
-    """Exact value of the expression.
+    """Compute the exact value of the expression.
 
     Raises:
-        AnswerError: the tokens are no expression, or nest deeper than `MAX_DEPTH`.
+        AnswerError: the tokens are not an expression, or nest deeper than `MAX_DEPTH`.
         ZeroDivisionError: it divides by zero.
     """
     left = tokens[::-1]
@@ -77,7 +77,7 @@ def evaluate(tokens: list[int | str]) -> Fraction:
 
 
 def _expression(left: list[int | str], depth: int, binding: int) -> Fraction:
-    """Value of the operators that bind stronger than `binding`; takes their tokens from the end of `left`."""
+    """Compute the operators that bind stronger than `binding`; takes their tokens from the end of `left`."""
     value = _operand(left, depth)
     while left and (strength := _BINDING.get(str(left[-1]), 0)) > binding:
         compute = _COMPUTE[str(left.pop())]
@@ -86,7 +86,7 @@ def _expression(left: list[int | str], depth: int, binding: int) -> Fraction:
 
 
 def _operand(left: list[int | str], depth: int) -> Fraction:
-    """Value of a number, a bracket, or a minus sign before one of them."""
+    """Compute a number, a bracket, or a minus sign before one of them."""
     if depth > MAX_DEPTH:
         raise AnswerError(f"the answer nests deeper than {MAX_DEPTH}")
     token = left.pop() if left else "the end"
@@ -103,7 +103,7 @@ def _operand(left: list[int | str], depth: int) -> Fraction:
 
 
 def is_correct(answer: str, numbers: list[int], target: int) -> bool:
-    """Whether `answer` uses each of `numbers` exactly once and equals `target`."""
+    """Return whether `answer` uses each of `numbers` exactly once and equals `target`."""
     try:
         tokens = tokenize(answer)
         if sorted(token for token in tokens if isinstance(token, int)) != sorted(numbers):
@@ -114,7 +114,7 @@ def is_correct(answer: str, numbers: list[int], target: int) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, Any]:
-    """Score of a response, any text, to a Countdown prompt.
+    """Score a response, any text, to a Countdown prompt.
 
     Args:
         ground_truth: `{"target": int, "numbers": [int, ...]}`.

@@ -7,9 +7,8 @@ from pipeline.reward.rules import math_boxed
 
 @math_boxed.bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
-    """As `math_boxed.compute_score`; the form is right where the response opens with `<think>` and has a box behind
-    `</think>`.
-    """
+    """Score as `math_boxed.compute_score` does; `format` is 1 if the response opens with `<think>` and has a box after
+    `</think>`."""
     result = math_boxed.compute_score(solution_str, ground_truth)
     thought = solution_str.find("</think>")
     shaped = solution_str.startswith("<think>") and 0 <= thought < solution_str.rfind("\\boxed{")

@@ -1,7 +1,7 @@
 """Reward of a GSM8K answer: 1.0 for the right number, 0.0 for any other or none.
 
-Two methods find the answer in the response, however much text follows it:
-- `strict`: the last `####` that is followed by a number on its line, as the prompt asks.
+Two methods find the answer in the response, with any amount of text after it:
+- `strict`: the last `####` that is followed by a number on its line, as the prompt requests.
 - `flexible` (the default): the same; a response without such a `####` is judged by its last number.
 
 Choices:
@@ -9,9 +9,9 @@ Choices:
 2. A number is ASCII digits with at most one decimal point, and commas only between groups of three; the first group
    does not begin with 0 (LaTeX's `1{,}000` is one, too). Anything else that looks like a number (`1.2.3`, `0,005`,
    `3/4`, `2^5`, `f(5)`, `4½`, digits of other scripts) is a wrong answer as a whole.
-3. Behind it may stand marks that close something, a percent sign, a unit (`cm^2` as well) and text. What goes on as
-   another number is a wrong answer as a whole (`42 million`, `42k`, `42 and a half`), and on the line of the `####` so
-   is a further digit, an operator or the word of a number (`42 vs 43`, `42 or forty`).
+3. After it, closing marks, a percent sign, a unit (`cm^2` as well) and text are allowed. If the text continues the
+   number, the whole answer is wrong (`42 million`, `42k`, `42 and a half`). On the line of the `####`, a further digit,
+   an operator or the word of a number also makes it wrong (`42 vs 43`, `42 or forty`).
 4. Before it may stand one sign and a sign of money: `#### - 42` is -42, and `#### --42` is wrong. In other text a minus
    is a sign unless something stands right before it: the last number of `5-7` is 7, and of `= -7` it is -7.
 """
@@ -50,7 +50,7 @@ _TRUTH = re.compile(rf"\s*{_SIGNED}\.?\s*")
 
 
 def canonical(digits: str, negative: bool) -> str | None:
-    """The one way to write a number: no commas, no needless zeros; None if `digits` is not a number."""
+    """Return the canonical form of a number: no commas, no needless zeros; None if `digits` is not a number."""
     match = _NUMBER.fullmatch(digits)
     if match is None:
         return None
@@ -60,9 +60,9 @@ def canonical(digits: str, negative: bool) -> str | None:
 
 
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
-    """Digits behind the last `####` that has any, and whether a minus stands before them; None without one.
+    """Return the digits after the last `####` that has any, and True if a minus precedes them; None without one.
 
-    Digits that go on as something else come with that, and `canonical` refuses them.
+    If the text continues the number, it is included, so that `canonical` refuses it.
     """
     match = _STRICT.match(solution_str)
     if match is None:
@@ -78,9 +78,9 @@ def strict_answer(solution_str: str) -> tuple[str, bool] | None:
 
 
 def last_number(solution_str: str) -> tuple[str, bool] | None:
-    """Digits of the last number of the response, and whether it is negative; None where there is no digit.
+    """Return the digits of the last number of the response, and True if it is negative; None without a digit.
 
-    A number that ends a fraction or a power, or goes on as another one, is returned with what joins it, so that
+    A number that ends a fraction or a power, or that the text continues, is returned with the joined text, so that
     `canonical` refuses it.
     """
     text = quantity.without_exponents(solution_str)
@@ -101,13 +101,13 @@ def last_number(solution_str: str) -> tuple[str, bool] | None:
 def compute_score(
     solution_str: str, ground_truth: str | int | float, method: Literal["strict", "flexible"] = "flexible"
 ) -> dict[str, Any]:
-    """Score of a response, any text, to a GSM8K problem.
+    """Score a response, any text, to a GSM8K problem.
 
     Args:
-        ground_truth: the number, or text that holds it alone, such as `"1,000"`.
+        ground_truth: the number, or text that holds only the number, such as `"1,000"`.
 
     Raises:
-        ValueError: `ground_truth` is no number, or there is no such method.
+        ValueError: `ground_truth` is not a number, or the method is unknown.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
@@ -124,7 +124,7 @@ def compute_score(
 
 
 def read_truth(ground_truth: Any) -> str:
-    """The canonical form of a ground truth.
+    """Return the canonical form of a ground truth.
 
     Raises:
         ValueError: it is not a number.

@@ -1,4 +1,4 @@
-r"""Reward of a MATH answer: 1.0 where the last box of the response holds the right answer, else 0.0.
+r"""Reward of a MATH answer: 1.0 if the last box of the response holds the right answer, else 0.0.
 
 `boxed.py` finds the box, and `math_equal.py` compares it with the truth, so that `\boxed{0.5}` is right for
 `\frac{1}{2}`. An empty box is wrong for every truth. The rules for DAPO and Geometry3K share the functions below.
@@ -21,17 +21,17 @@ _END = re.compile(r"\.(?=\s|$)|\$(?=[.,;]?\s|$)")
 
 
 def bounded(wrong: float) -> Callable[[Function], Function]:
-    """Decorator of a rule that uses algebra: a response on which it spends 1.5 CPU seconds scores `wrong`."""
+    """Make a decorator for a rule with algebra: a response on which it spends 1.5 CPU seconds scores `wrong`."""
     return within(cpu_s=1.5, wrong=TOO_COSTLY | {"score": wrong}, prepare=load_algebra)
 
 
 @bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bool = False) -> dict[str, Any]:
-    r"""Score of a response, any text, to a problem whose answer is an expression.
+    r"""Score a response, any text, to a problem whose answer is an expression.
 
     Args:
-        ground_truth: the answer in LaTeX or a number, alone or in a `\boxed{...}`.
-        phrase: take what follows the last "answer is" or "answer:" where there is no box.
+        ground_truth: the answer in LaTeX or a number, with or without `\boxed{...}`.
+        phrase: without a box, take the text after the last "answer is" or "answer:".
 
     Raises:
         ValueError: as `read_truth`.
@@ -43,14 +43,14 @@ def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bo
 
 
 def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0) -> dict[str, Any]:
-    """Parts of the reward of one answer, which is None where the response has none.
+    """Return the parts of the reward of one answer; `answer` is None if the response has none.
 
     Args:
-        well_formed: whether the answer stands where the prompt asks for it: `format`.
+        well_formed: whether the answer is in the requested place: `format`.
         wrong: score of a wrong answer.
 
     Returns:
-        Those of every rule, and `undecided`: 1 where algebra failed on the answer, which counts as wrong.
+        The parts of every rule, and `undecided`: 1 if algebra failed on the answer, which counts as wrong.
     """
     correct, undecided = False, False
     if answer is not None:
@@ -68,7 +68,7 @@ def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0
 
 
 def after_phrase(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" up to the end of its sentence, or None where there is neither."""
+    """Return the text after the last "answer is" or "answer:" up to the end of its sentence, or None without one."""
     match = _PHRASE.match(text)  # the greedy `.*` tries the end of the text first
     if match is None:
         return None
@@ -78,10 +78,10 @@ def after_phrase(text: str) -> str | None:
 
 
 def read_truth(ground_truth: Any, kind: str) -> str:
-    r"""The answer of a ground truth, without a `\boxed{...}` around it.
+    r"""Read the answer of a ground truth, without a `\boxed{...}` around it.
 
     Raises:
-        ValueError: it is no text or number, or is empty or too long.
+        ValueError: it is not text or a number, or is empty or too long.
     """
     text = None
     if isinstance(ground_truth, str):

@@ -1,10 +1,10 @@
-"""Decides whether two mathematical answers are equal.
+"""The comparison of two mathematical answers.
 
 1. The tidied texts are the same (`math_text.py`), or both are numbers, or the truth is words: no algebra is needed.
 2. The answer must pass a gate (`math_gate.py`), because it is hostile text and algebra has no bounds of its own. An
    answer that the gate refuses is wrong, unless it is the truth letter by letter.
-3. The math-verify library reads both into SymPy; decimals are exact fractions. What arithmetic alone makes of numbers
-   is compared exactly. Other expressions, and equations, are compared at points that a hash of both texts draws, so
+3. The math-verify library reads both into SymPy; decimals are exact fractions. Results of plain arithmetic on numbers
+   are compared exactly. Other expressions, and equations, are compared at points that a hash of both texts draws, so
    that no answer can be made to agree there and nowhere else (`simplify` and `solve`, which math-verify would call, may
    take minutes). Tuples, sets and matrices are compared element by element, the rest (unions, inequalities) by
    math-verify.
@@ -40,7 +40,7 @@ _OPEN = re.compile(r"[<>]|\\(?:pm|mp|le|leq|ge|geq|lt|gt|in)(?![a-zA-Z])")
 _MEMBER = re.compile(r"\A[a-zA-Z]\s?\\in(?![a-zA-Z])\s?")
 
 _LETTER = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mathbb)\s?\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
-_FREE = "qwzkvmnpusabcyxtr"  # letters that are no constant, function or differential
+_FREE = "qwzkvmnpusabcyxtr"  # letters other than constants, functions and differentials
 
 
 class AlgebraError(Exception):
@@ -53,7 +53,7 @@ def load_algebra() -> None:
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether `answer`, any text, means the same as `truth`; both without `$` or a box around them.
+    """Return whether `answer`, any text, means the same as `truth`; both without `$` or a box around them.
 
     Raises:
         AlgebraError: algebra failed on one of the two.
@@ -67,7 +67,7 @@ def equal(truth: str, answer: str) -> bool:
 
 
 def _equal(right: str, given: str) -> bool:
-    """`equal` of tidied texts."""
+    """Compare as `equal` does, with tidied texts."""
     if not given or not right:
         return False
     if right == given:
@@ -95,7 +95,7 @@ def _equal(right: str, given: str) -> bool:
 
 
 def _rounding(decimal: math_text.Number | None) -> Fraction:
-    """The error that a decimal of `PLACES` places or more may have for another number."""
+    """Return the error that a decimal of `PLACES` places or more may have compared with another number."""
     places = 0 if decimal is None else decimal.places or 0
     if decimal is None or places < PLACES or abs(decimal.value) < math_text.SMALL:
         return Fraction(0)
@@ -122,7 +122,7 @@ def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
         return False
     truth, answer = apart
     seed = hashlib.sha256(f"{truth}\n{answer}".encode()).digest()
-    # Neither library says which exceptions it may raise for hostile text, and about any type has been seen.
+    # Neither library documents which exceptions hostile text may raise, and nearly any type has been seen.
     try:
         right, given = _read(truth), _read(answer)
         return right is not None and given is not None and _Comparison(seed, rounding).same(right, given)
@@ -131,10 +131,8 @@ def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
 
 
 def _apart(truth: str, answer: str) -> tuple[str, str] | None:
-    """The texts with other letters for capitals whose small letter stands in them, too: the parser takes both for one.
-
-    None if there are not enough other letters.
-    """
+    """Replace capitals whose small letter also occurs in the texts by other letters: the parser takes both for one.
+    None if too few other letters are free."""
     used = {letter for text in (truth, answer) for letter in _LETTER.findall(text) if letter}
     capitals = sorted(letter for letter in used if letter.isupper() and letter.lower() in used)
     free = [letter for letter in _FREE if not used & {letter, letter.upper()}]
@@ -149,7 +147,8 @@ def _apart(truth: str, answer: str) -> tuple[str, str] | None:
 
 
 def _read(text: str) -> Any:
-    """The SymPy object of a tidied answer, or None; the ends of an interval are read one by one, which is quicker."""
+    """Read a tidied answer as a SymPy object, or None; the ends of an interval are read one by one, which is
+    quicker."""
     from sympy import Expr, Interval
 
     listed = math_text.elements(text)
@@ -163,7 +162,7 @@ def _read(text: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Any:
-    """The SymPy object of a tidied answer, or None where math-verify cannot read it."""
+    """Parse a tidied answer to a SymPy object; None if math-verify cannot read it."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its alarms are off
@@ -173,7 +172,7 @@ def _parse(text: str) -> Any:
 
 
 def _with_fractions(parsed: Any) -> Any:
-    """The object with fractions for its decimals, which are read to as many digits as they have."""
+    """Replace the object's decimals, which are read to as many digits as they have, by fractions."""
     from sympy import Float, Rational
 
     if not hasattr(parsed, "atoms"):
@@ -182,10 +181,10 @@ def _with_fractions(parsed: Any) -> Any:
 
 
 class _Comparison:
-    """Compares what the parser made of two texts.
+    """The comparison of two parsed texts.
 
     Args:
-        seed: of the points.
+        seed: seed of the points.
         rounding: error that equal numbers may have.
     """
 
@@ -229,7 +228,7 @@ class _Comparison:
         return bool(verify(right, given, timeout_seconds=None))
 
     def _states(self, equation: Any) -> bool:
-        """Whether an equation states what its right side is, as `x=5`, `f(x)=2x` and `2+3=5` do."""
+        """Return whether an equation states the value of its right side, as `x=5`, `f(x)=2x` and `2+3=5` do."""
         from latex2sympy2_extended import is_expr_of_only_symbols
 
         if equation.free_symbols:
@@ -258,7 +257,7 @@ class _Comparison:
         return False
 
     def _same_equation(self, right: Any, given: Any) -> bool:
-        """Whether one equation is the other times a constant that is not 0."""
+        """Return whether one equation is the other times a constant that is not 0."""
         symbols = right.free_symbols
         if symbols != given.free_symbols:
             return False
@@ -280,7 +279,7 @@ class _Comparison:
         return False
 
     def _points(self, symbols: Any) -> Iterator[dict[Any, Any]]:
-        """Values for the symbols, `TRIES` times."""
+        """Yield values for the symbols, `TRIES` times."""
         from sympy import Float
 
         names = sorted(symbols, key=str)
@@ -304,7 +303,7 @@ def _float(number: Fraction | str) -> Any:
 
 
 def _exact(expression: Any) -> Fraction | None:
-    """The value if the four operations and whole powers make the expression a rational number; else None."""
+    """Compute the value if the four operations and whole powers make the expression a rational number; else None."""
     if expression.is_Rational:
         return Fraction(int(expression.p), int(expression.q))
     if not (expression.is_Add or expression.is_Mul or expression.is_Pow):
@@ -323,7 +322,7 @@ def _exact(expression: Any) -> Fraction | None:
 
 
 def _evaluated(expression: Any, values: dict[Any, Any]) -> tuple[Any, Any] | None:
-    """Real and imaginary part of an expression at a point; None if it has no finite value, as at a pole."""
+    """Compute real and imaginary part of an expression at a point; None without a finite value, as at a pole."""
     parts = expression.evalf(DIGITS, subs=values, maxn=4 * DIGITS).as_real_imag()
     return parts if all(part.is_Float or part.is_Integer for part in parts) else None
 

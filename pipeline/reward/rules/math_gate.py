@@ -1,7 +1,7 @@
-"""Decides which answers may go into the LaTeX parser and computer algebra: small ones of known commands.
+"""The gate to the LaTeX parser and computer algebra, which admits only small answers of known commands.
 
-The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}` digit by digit when
-asked to. So length, nesting, powers, functions and factorials are bounded by reading the text, in linear time.
+The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}` digit by digit. So
+length, nesting, powers, functions and factorials are bounded by reading the text, in linear time.
 """
 
 import re
@@ -9,9 +9,9 @@ import re
 MAX_LENGTH = 300  # characters of a tidied answer that is parsed
 MAX_DEPTH = 4  # brackets inside each other
 MAX_DIGITS = 30  # of one number
-MAX_SMALL_DIGITS = 3  # of each number beside `\exp` or `\binom`
+MAX_SMALL_DIGITS = 3  # of each number next to `\exp` or `\binom`
 MAX_POWER = 1000  # product of all numbers in exponents
-MAX_SMALL_POWER = 60  # the same beside letters or rounding, which expand the power
+MAX_SMALL_POWER = 60  # the same with letters or rounding, which expand the power
 LETTER_POWER = 3  # what each letter of an exponent counts as in that product
 MAX_SIGNS = 40  # operators and commands
 MAX_SCRIPTS = 8  # exponents and indices
@@ -41,7 +41,7 @@ _LETTERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{[^{}]*\}|\\[a-zA-Z]+|([
 
 
 def admitted(text: str) -> bool:
-    """Whether a tidied answer may be parsed: bounded in size, made of known commands, and cheap to evaluate."""
+    """Return whether a tidied answer may be parsed: bounded in size, made of known commands, and cheap to evaluate."""
     if len(text) > MAX_LENGTH or not text.isascii() or not _ALLOWED.fullmatch(text):
         return False
     commands = _COMMAND.findall(text)
@@ -70,7 +70,7 @@ def _depth(text: str) -> int:
 def _functions(text: str) -> bool:
     functions = _FUNCTION.findall(text)
     rounds = bool(_ROUNDING.search(text))
-    # A rounding is two commands, the left and the right bracket.
+    # A rounding consists of two commands, the left and the right bracket.
     if len(functions) > (2 * MAX_FUNCTIONS if rounds else MAX_FUNCTIONS):
         return False
     if "exp" in functions and len(functions) > 1:
@@ -100,5 +100,5 @@ def _powers(text: str) -> bool:
 
 
 def _factorials(text: str) -> bool:
-    # `)_` is read as a falling factorial.
+    # The parser reads `)_` as a falling factorial.
     return ")_" not in text and len(_FACTORIAL.findall(text)) == text.count("!")

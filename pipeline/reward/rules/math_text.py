@@ -1,4 +1,5 @@
-"""Reads mathematical answers as text: their tidied LaTeX, plain numbers, plain words and lists, each in linear time."""
+"""The reader of mathematical answers as text: tidied LaTeX, plain numbers, plain words and lists, each in linear
+time."""
 
 import re
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ _NUMBER = re.compile(
 )
 _WORD = r"[A-Za-z]{2,20}"
 _COUNTED = re.compile(rf"(.{{1,200}}?) (?=[A-Za-z]*[AEIOUaeiou])([A-Za-z]{{3,20}}(?: {_WORD}){{0,3}})")
-# A word of a formula, and no unit. A unit in `\text{...}` may hold `is` or `not` no more than these.
+# A word of a formula, not a unit. A unit in `\text{...}` must not hold `is` or `not` either.
 _FORMULA = re.compile(
     r"(?i:times|less|more|base|root|power|sqrt|sin|cos|tan|cot|sec|csc|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma"
     r"|omega|is|not|wrong|maybe)"
@@ -58,14 +59,14 @@ _IN_BASE = re.compile(r"\(?(?=[A-Fa-f.]{0,99}[0-9])([0-9A-Fa-f.]{1,100})\)?_\{?\
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number, and how many decimal places it was written with (None: no decimal point)."""
+    """An exact number, and its number of decimal places as written (None: no decimal point)."""
 
     value: Fraction
     places: int | None
 
 
 def tidy(answer: str) -> str:
-    """The answer without what does not change it (spacing, signs of money and percent, units behind a number).
+    """Remove neutral parts of the answer (spacing, signs of money and percent, units after a number).
 
     Blanks stay only between two things that would run together.
     """
@@ -84,7 +85,7 @@ def tidy(answer: str) -> str:
     text = _IMAGINARY.sub("", _AND.sub(",", _SPACE.sub(" ", text))).strip()
     while text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    if not text.startswith(("(", "[", "\\{")):  # where a comma parts numbers, as in (1,234)
+    if not text.startswith(("(", "[", "\\{")):  # there a comma separates numbers, as in (1,234)
         text = _GROUPED.sub(_digits, text)
     counted = _COUNTED.fullmatch(text)
     if counted is not None and _is_unit(counted[2]):
@@ -99,7 +100,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _is_unit(text: str) -> bool:
-    """Whether a text behind a number leaves it as it is."""
+    """Return whether a text after a number leaves it unchanged."""
     return _UNIT_TEXT.fullmatch(text) is not None and not any(
         quantity.changes(word) or _FORMULA.fullmatch(word) for word in re.findall(r"[A-Za-z]+", text)
     )
@@ -110,7 +111,7 @@ def _squeezed(text: str) -> str:
 
 
 def words(answer: str) -> str | None:
-    r"""The words of a tidied answer, without brackets and letter case, or None where it is anything but words.
+    r"""Return the words of a tidied answer, without brackets and letter case, or None if it is not only words.
 
     Words are text in a `\text{...}`, one capital letter, a capitalised word, and true, false, yes and no.
     """
@@ -122,29 +123,29 @@ def words(answer: str) -> str | None:
 
 
 def letters(answer: str) -> str:
-    """The answer in the form that `words` returns, also where it is not words."""
+    """Return the answer in the form of `words`, even if it is not words."""
     text = re.sub(r"[(){}\s.]", "", _TEXT.sub(r"\1", answer))
     return text if len(text) == 1 else text.casefold()
 
 
 def in_base(answer: str) -> tuple[str, str]:
-    """Digits and base of a tidied number such as `2012_7`; the base is "" where the answer states none."""
+    """Return digits and base of a tidied number such as `2012_7`; the base is "" if the answer states none."""
     match = _IN_BASE.fullmatch(answer)
     digits, base = (answer, "") if match is None else (match[1], match[2])
     return digits.lstrip("0").casefold(), base.lstrip("0")
 
 
 def assigned(answer: str) -> tuple[str, str]:
-    """Name and value of a tidied `x=5`; the name is "" where the answer is no such thing."""
+    """Return name and value of a tidied `x=5`; the name is "" if the answer has another form."""
     match = _ASSIGNED.fullmatch(answer)
     return ("", answer) if match is None else (match[1].strip(), match[2].strip())
 
 
 def elements(answer: str) -> tuple[str, list[str]] | None:
-    r"""Brackets and elements of a tidied answer that lists several, or None where it is a single thing.
+    r"""Return brackets and elements of a tidied answer that lists several, or None if it is a single thing.
 
-    The brackets are `()`, `[)` and the like for tuples and intervals, `{}` for sets and for lists without brackets,
-    and `cup` for a union. Brackets inside are left as they are; `[` may end with `)`.
+    The brackets are `()`, `[)` and the like for tuples and intervals, `{}` for sets and for lists without brackets, and
+    `cup` for a union. Brackets inside are left unchanged; `[` may end with `)`.
     """
     united = _split(answer, ("cup",))
     if united is None or len(united) > 1:
@@ -161,7 +162,7 @@ def elements(answer: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str] | None:
-    """The parts of a text between separators that stand in no bracket; None where brackets are not in pairs."""
+    """Split a text at separators outside of brackets; None if brackets are not in pairs."""
     parts = []
     depth = start = 0
     for match in _TOKEN.finditer(text):
@@ -179,9 +180,9 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str] | None:
 
 
 def number(answer: str) -> Number | None:
-    r"""The number that a tidied answer is: an integer, a decimal, `a/b`, `\frac{a}{b}`, mixed, or `a \times 10^b`.
+    r"""Read a tidied answer as a number: an integer, a decimal, `a/b`, `\frac{a}{b}`, mixed, or `a \times 10^b`.
 
-    None where it is anything else, or divides by zero.
+    None if it is anything else, or divides by zero.
     """
     match = _NUMBER.fullmatch(answer)
     if match is None:
@@ -199,7 +200,7 @@ def number(answer: str) -> Number | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Whether two numbers are equal; a decimal of six places or more also equals the fraction it was rounded from."""
+    """Return whether two numbers are equal; a decimal of six places or more also equals its unrounded fraction."""
     if a.value == b.value:
         return True
     if (a.places is None) == (b.places is None) or abs(a.value) < SMALL:

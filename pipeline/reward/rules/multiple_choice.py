@@ -1,8 +1,8 @@
 r"""Reward of a multiple-choice answer: 1.0 for the right letter, 0.0 for any other or none.
 
-The first of these places that a response has decides, so that a letter in passing ("A dog ...") is no answer: the last
-closed `<answer>`, the last box, what follows the last "answer is" or "answer:", the last line that is only a letter,
-and a letter that opens the response (`B. He jumps`). The letter may stand in brackets or between asterisks, and
+The first of these places that a response has decides, so that a letter in passing ("A dog ...") is not an answer: the
+last closed `<answer>`, the last box, the text after the last "answer is" or "answer:", the last line that is only a
+letter, and a letter that opens the response (`B. He jumps`). The letter may be in brackets or between asterisks, and
 `\text{B}` is B. A place that names a second letter as a choice (`A or B`, `A/B`, `(A), (B)`, `A. He B. She`) chooses
 none.
 """
@@ -32,7 +32,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}")
 
 
 def extract_letter(solution_str: str) -> str:
-    """The letter a response chooses, a capital, or "" where it chooses none."""
+    """Return the letter that a response chooses, a capital, or "" if it chooses none."""
     for marked in (extract_answer(solution_str), last_boxed(solution_str)):
         if marked is not None:
             text = _TEXT.sub(r"\1", marked[:WINDOW])
@@ -50,7 +50,7 @@ def extract_letter(solution_str: str) -> str:
 
 
 def _opening(text: str, end: int) -> str:
-    """The letter that opens a text, or "" if there is none or a second one is named before `end`."""
+    """Return the letter that opens a text, or "" without one or if a second one is named before `end`."""
     match = _OPENING.match(text)
     if match is None or _SECOND.match(text, match.end(1), end) or _MARKED.search(text, match.end(), end):
         return ""

@@ -1,4 +1,4 @@
-"""What the text behind a number does to it: a unit leaves it as it is, `million` makes another number of it."""
+"""The effect of the text after a number: a unit leaves the number unchanged, `million` changes it."""
 
 import re
 import unicodedata
@@ -7,7 +7,7 @@ from string import ascii_letters
 
 
 def _words(text: str) -> frozenset[str]:
-    """The words of a text; one that ends with `(s)` stands with and without it."""
+    """Split a text into words; a word that ends with `(s)` stands for the forms with and without it."""
     return frozenset(form for word in text.split() for form in (word.removesuffix("(s)"), word.replace("(s)", "s")))
 
 
@@ -27,20 +27,20 @@ CHANGES = _words("point squared cubed factorial")
 OPERATIONS = CHANGES | _words(
     "or v vs versus plus minus over divided multiplied raised doubled tripled halved mod modulo"
 )
-"""Words right behind a number that go on with a formula."""
+"""Words right after a number that continue a formula."""
 _LETTERS = _words("k K M B mil mn bn mln bln pi x y z n")
 """Abbreviations of scales, and letters that stand for numbers."""
 _SIGNS = frozenset("\u2030\u2031\u03c0")  # per mille, per ten thousand, pi
 _JOINING = _words("and a an one")
 _SHARED = _words("third fourth fifth sixth seventh eighth ninth tenth")
-"""Parts that are adjectives as well, unless a joining word stands before them: `42 third graders`."""
+"""Parts that are adjectives as well, unless a joining word precedes them: `42 third graders`."""
 _GLUED = _words(
     "mm cm dm m km mi in ft yd feet foot inch inches mg g kg lb lbs oz ml mL cl dl l L s sec secs min mins h hr hrs "
     "day days am pm AM PM mph kph kmh cent cents c C F st nd rd th"
 )
 """Units that may follow a number without a blank."""
 
-LONGEST = 200  # characters behind a number that are looked at in running text
+LONGEST = 200  # characters after a number that are looked at in running text
 
 _LENGTH = r"(?:[mckd]?m|in|ft|yd|mi|feet|foot|inch(?:es)?|yards?|miles?|(?:centi|kilo|milli)?met(?:er|re)s?)"
 _EXPONENT = re.compile(rf"(?<![^\W\d_])({_LENGTH})(?:\^\{{?[23]\}}?|[\u00b2\u00b3])(?![\w^])|\^\{{?\\circ\}}?")
@@ -51,19 +51,19 @@ _FORMULA = re.compile(r"\A\s{0,9}!|[=^+~\u00b1\u00d7\u00f7\u221a\u221e\u2248]|\\
 
 
 def without_exponents(text: str) -> str:
-    """The text with `cm` for `cm^2` and without `^\\circ`: such an exponent is not a number."""
+    """Replace `cm^2` by `cm` and remove `^\\circ`: such an exponent is not a number."""
     return _EXPONENT.sub(r"\1", text)
 
 
 def changes(word: str) -> bool:
-    """Whether a word behind a number can be no part of a unit: the word of a number or of an operation."""
+    """Return whether a word after a number cannot be part of a unit: the word of a number or of an operation."""
     return word in _LETTERS or word.casefold() in SCALES | PARTS | NUMBERS | OPERATIONS
 
 
 def goes_on(behind: str) -> bool:
-    """Whether the text right behind a number makes another number of it: `k`, ` million`, ` and a half`, `^2`.
+    """Return whether the text right after a number changes it: `k`, ` million`, ` and a half`, `^2`.
 
-    Latin letters that follow at once must be a unit of a list (`42km`).
+    Latin letters that follow without a blank must be a unit of a list (`42km`).
     """
     if any(map(is_numeric, behind[:1])) or behind[:1] in _SIGNS or _POWER.match(behind):
         return True
@@ -77,7 +77,7 @@ def goes_on(behind: str) -> bool:
 
 
 def goes_on_in_line(behind: str) -> bool:
-    """The same for a number that stands alone in its line: no operator, digit or word of a number may follow at all."""
+    """Return the same for a number that fills its line: no operator, digit or word of a number may follow at all."""
     return (
         goes_on(behind)
         or any(map(is_numeric, behind))
@@ -88,17 +88,17 @@ def goes_on_in_line(behind: str) -> bool:
 
 
 def _counts(word: str) -> bool:
-    """Whether a word is the number of two words with a hyphen, as `forty-two`."""
+    """Return whether a word is a number of two words with a hyphen, as `forty-two`."""
     tens, hyphen, ones = word.casefold().partition("-")
     return hyphen != "" and tens in NUMBERS and ones in NUMBERS | {"one"}
 
 
 def _next_words(behind: str) -> list[str]:
-    """The first words behind a number, from which nothing but blanks and closing marks parts them."""
+    """Return the first words after a number, if only blanks and closing marks precede them."""
     phrase = _PHRASE.match(behind)
     return _WORD.findall(phrase[1]) if phrase is not None else []
 
 
 def is_numeric(character: str) -> bool:
-    """Whether a character of any script stands for a number: a digit, `\u00bd`, `\u00b2`, `\u4e07`."""
+    """Return whether a character of any script is a number: a digit, `\u00bd`, `\u00b2`, `\u4e07`."""
     return unicodedata.numeric(character, None) is not None

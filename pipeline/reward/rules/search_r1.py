@@ -27,10 +27,10 @@ _WITHIN = re.compile(rf"(?<=\d)[{re.escape(string.punctuation)}]+(?=\d)")
 
 
 def normalize(text: str) -> str:
-    """In lower case, without ASCII punctuation, English articles and surplus blanks.
+    """Convert text to lower case, without ASCII punctuation, English articles and surplus blanks.
 
-    `1,000` is `1000`, `.5` is `0.5`; other punctuation between digits parts them, and a minus before a number becomes a
-    word.
+    `1,000` is `1000`, `.5` is `0.5`; other punctuation between digits separates them, and a minus before a number
+    becomes a word.
     """
     text = _GROUPED.sub(lambda number: number[0].replace(",", ""), text.translate(_TYPED))
     text = _POINT.sub("0.", text)
@@ -39,10 +39,10 @@ def normalize(text: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | str) -> dict[str, Any]:
-    """Score of a response, any text, to a question.
+    """Score a response, any text, to a question.
 
     Args:
-        ground_truth: `{"target": answer or list of answers}`, or one of the two alone.
+        ground_truth: `{"target": answer or list of answers}`, or only the answer or the list.
 
     Raises:
         ValueError: `ground_truth` holds no answer.

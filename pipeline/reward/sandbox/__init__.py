@@ -1,1 +1,2 @@
-"""Runs the code of a response apart from everything else, and scores it by tests: `rule.compute_score`."""
+"""The sandbox: it runs the code of a response isolated from everything else, and scores it by tests
+(`rule.compute_score`)."""

@@ -1,4 +1,4 @@
-"""Finds the program in a response."""
+"""The extraction of the program from a response."""
 
 import re
 
@@ -10,9 +10,9 @@ _OPEN, _CLOSE = "<code>", "</code>"
 
 
 def extract_code(response: str) -> str | None:
-    """The last ```python block; without one, the last closed `<code>`; without that, the last block of no language.
+    """Return the last ```python block; without one, the last closed `<code>`; else the last block without a language.
 
-    A ```python block that is not closed reaches to the end. None where there is no program. In linear time.
+    A ```python block that is not closed extends to the end. None without a program. In linear time.
     """
     blocks: list[tuple[str, str]] = []
     language, start, end = None, 0, 0
@@ -41,7 +41,7 @@ def extract_code(response: str) -> str | None:
 
 
 def _fence(line: str) -> str | None:
-    """The language that a line which opens or closes a block names, "" if it names none; None for any other line."""
+    """Return the language that a block's opening or closing line names, "" without a name; None for any other line."""
     text = line.removesuffix("\r").strip(" \t")
     if not text.startswith("```"):
         return None

@@ -1,38 +1,38 @@
-"""What a program answered to the calls of a test, as plain data.
+"""A program's answers to the calls of a test, as plain data.
 
-The text is the program's own making: longer, deeper or stranger than JSON has to be. Reading it costs at most as much
-as a right answer of `most` bytes.
+The program makes the text, which may be longer, deeper or stranger than JSON has to be. Reading it costs at most as
+much as a right answer of `most` bytes.
 """
 
 import json
 from typing import Any
 
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import MAX_REASON, Outcome
+from pipeline.reward.sandbox.outcome import MAX_REASON, Outcome
 
 
 class Failed(Exception):
-    """A call has no value; the message says why, in a few words."""
+    """A call has no value; the message is the reason in a few words."""
 
 
 class Answers:
     """Values by the number of their call."""
 
     def __init__(self, outcome: Outcome, most: int) -> None:
-        """`most`: bytes of all answers together."""
+        """Split the program's result; `most` bounds the bytes of all answers together."""
         self._lines = outcome.result[:most].split(b"\n")
         self._cut = len(outcome.result) > most
         self._why = outcome.failure or "the program ended before it had answered"
         self._known: dict[int, Any] = {}
 
     def __getitem__(self, number: int) -> Any:
-        """The value of a call. Raises `Failed` if it has none."""
+        """Return the value of a call. Raises `Failed` if it has none."""
         if number not in self._known:
             self._known[number] = self._read(number)
         return self._known[number]
 
     def _read(self, number: int) -> Any:
-        # Behind the last line end there is nothing, or an answer that was not finished.
+        # The text after the last line end is empty, or an unfinished answer.
         if number >= len(self._lines) - 1:
             raise Failed("an answer that is longer than any right one" if self._cut else self._why)
         try:

@@ -39,11 +39,12 @@ class Refused(ValueError):
     """A piece of Python whose assertions cannot be judged."""
 
     def __init__(self, form: str, node: ast.AST | None = None, detail: str = "") -> None:
-        """
+        """Store the reason.
+
         Args:
-            form: what cannot be judged, in a few words, by which rows are counted.
-            node: the place.
-            detail: more about it.
+            form: the form that cannot be judged, in a few words, by which rows are counted.
+            node: its place.
+            detail: further text on it.
         """
         where = f" in `{shown(node)}`" if node is not None else ""
         super().__init__(form + where + detail)
@@ -51,13 +52,13 @@ class Refused(ValueError):
 
 
 def shown(node: ast.AST) -> str:
-    """A node as a line of bounded length."""
+    """Format a node as a line of bounded length."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def form_of(node: ast.AST) -> str:
-    """What a node is, in a few words."""
+    """Return the name of a node's form, in a few words."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return f"the statement `{name}(...)`"

@@ -1,11 +1,11 @@
 """The assertions that can be judged: calls of the program's functions with literals, and operations on the results.
 
-Reading a piece of Python gives the calls that the program has to make, in the order in which they stand, and claims
-about what they return. A claim is decided here, on plain data, by `operations.py`: nothing is executed, and the program
-learns no more than the arguments of its calls. Whatever else Python has is refused by its name.
+Reading a piece of Python gives the calls that the program has to make, in their order, and claims about their results.
+A claim is decided here, on plain data, by `operations.py`. Nothing is executed, and the program learns only the
+arguments of its calls. All other forms of Python are refused by name.
 
-`and`, `or` and chained comparisons stop as in Python. A call behind the stop has been made all the same, so that the
-program cannot see from its next call whether an answer was right, and its answer, or error, does not count.
+`and`, `or` and chained comparisons stop as in Python. A call after the stop has been made nevertheless, so that the
+program cannot see from its next call whether an answer was right. Its answer, or error, does not count.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pipeline.reward.sandbox.answers import Answers, Failed
 from pipeline.reward.sandbox.forms import Refused, form_of, shown
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, ERRORS, FUNCTIONS, UNARY
-from pipeline.reward.sandbox.runner import MAX_REASON
+from pipeline.reward.sandbox.outcome import MAX_REASON
 
 MATH = "math"
 PROGRAM = "solution"  # the module that the program is
@@ -31,7 +31,7 @@ _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*")
 _PLAIN = (str, bytes, list, tuple, set, dict, int, float, complex)
 
 Target = str | list[Any]
-"""What is called, as in `inside/driver.py`."""
+"""The target of a call, as in `inside/driver.py`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Value:
 
     of: Callable[[Answers], Any]
     constant: bool = False
-    """Whether it is the same for all programs."""
+    """True if it is the same for all programs."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Assertions:
     """A piece of Python with assertions."""
 
     calls: tuple[str, ...]
-    """What the program has to do, each as `inside/driver.py` reads it."""
+    """Calls that the program has to make, in the form that `inside/driver.py` reads."""
     claims: tuple[tuple[Value, str], ...]
-    """What must be true, each with its message."""
+    """Conditions that must be true, each with its message."""
 
     def failure(self, answers: Answers) -> str:
-        """Why the program fails, in a few words; "" if all claims hold."""
+        """Return the reason why the program fails, in a few words; "" if all claims hold."""
         for claim, message in self.claims:
             try:
                 if not claim.of(answers):
@@ -66,7 +66,7 @@ class Assertions:
 
 
 def read(source: str) -> Assertions:
-    """The assertions of a piece of Python.
+    """Read the assertions of a piece of Python.
 
     Raises:
         Refused: it holds something that cannot be judged, or nothing that could fail.
@@ -91,7 +91,7 @@ def read(source: str) -> Assertions:
 
 
 class _Reader:
-    """Reads statements in order, and gathers calls and claims."""
+    """The reader of statements in order, which collects calls and claims."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.calls: list[str] = []
@@ -99,16 +99,16 @@ class _Reader:
         self.functions: dict[str, ast.FunctionDef] = {}
         self.entered: set[str] = set()
         self.imported: dict[str, str] = {MATH: MATH, "isclose": f"{MATH}.isclose"}
-        """Names that imports define, with what they stand for."""
+        """Names that imports define, with their full names."""
         self.bound: dict[str, Target] = {}
-        """Parameters of the function that is read."""
+        """Parameters of the function in progress."""
         nodes = list(ast.walk(tree))
         self.loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         called -= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
         called -= {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | {MATH, "isclose"}
         defined = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        # A task may ask for a function that is named as one of Python's.
+        # A task may require a function with the name of one of Python's.
         self.theirs = called if len(called) == 1 and not called & defined else set()
 
     # Statements
@@ -154,7 +154,7 @@ class _Reader:
     # Expressions
 
     def truth(self, node: ast.expr) -> Value:
-        """An expression whose truth alone counts."""
+        """Read an expression for its truth value."""
         value = self.value(node)
         match node:
             case ast.Tuple([_, *_]) | ast.List([_, *_]) | ast.Set() | ast.Dict([_, *_]):
@@ -203,7 +203,7 @@ class _Reader:
         raise Refused(form_of(node), node)
 
     def made(self, node: ast.expr, function: Callable[..., Any], *parts: Value) -> Value:
-        """What `function` makes of the parts; a constant at once, if they are constants."""
+        """Apply `function` to the parts; at once, if they are constants."""
         if not all(part.constant for part in parts):
             return Value(lambda answers: function(*(part.of(answers) for part in parts)))
         try:
@@ -213,7 +213,7 @@ class _Reader:
         return Value(lambda _: constant, True)
 
     def joined(self, every: bool, operands: list[ast.expr]) -> Value:
-        """`and` (`every`) or `or`."""
+        """Join operands by `and` (`every`) or `or`."""
         parts = [self.truth(operand) for operand in operands]
 
         def join(answers: Answers) -> Any:
@@ -247,7 +247,7 @@ class _Reader:
         return Value(chain, all(part.constant for part in parts))
 
     def named(self, node: ast.Name | ast.Attribute) -> Value:
-        """A constant of `math`."""
+        """Return a constant of `math`."""
         name = self.imported_name(node)
         module, _, constant = name.rpartition(".")
         if module != MATH or constant not in CONSTANTS:
@@ -276,7 +276,7 @@ class _Reader:
     # Calls of the program
 
     def call(self, target: Target, node: ast.Call) -> int:
-        """Gather a call of the program; its number."""
+        """Collect a call of the program; returns its number."""
         given: list[Any] = ["l"]
         for argument in node.args:
             if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.List | ast.Tuple):
@@ -290,7 +290,7 @@ class _Reader:
         return len(self.calls) - 1
 
     def argument(self, node: ast.expr) -> Any:
-        """An argument, packed; what an inner call of the program returns is handed on inside of its process."""
+        """Pack an argument; the result of an inner call of the program is passed on inside of its process."""
         if isinstance(node, ast.Call) and self.is_call(node):
             target = self.target(node.func)
             assert not isinstance(target, tuple)
@@ -308,7 +308,7 @@ class _Reader:
             raise Refused(f"an argument with {error}", node) from error
 
     def is_call(self, node: ast.AST) -> bool:
-        """Whether the node is a call of the program."""
+        """Return whether the node is a call of the program."""
         match node:
             case ast.Call(ast.Name(name)):
                 return name in self.bound or not isinstance(self.target(node.func), tuple)
@@ -317,7 +317,8 @@ class _Reader:
         return False
 
     def target(self, node: ast.expr) -> Target | tuple[str, Callable[..., Any], tuple[str, ...]]:
-        """What a call calls: a function of the program; or of assertions, with its name and keywords."""
+        """Return the target of a call: a function of the program; or a function of assertions, with its name and
+        keywords."""
         match node:
             case ast.Name(name) if name in self.bound:
                 return self.bound[name]
@@ -344,7 +345,7 @@ class _Reader:
         raise Refused("a call of something other than a name", node)
 
     def imported_name(self, node: ast.expr) -> str:
-        """The dotted name of something imported; "" for anything else."""
+        """Return the dotted name of something imported; "" for anything else."""
         match node:
             case ast.Name(name):
                 return self.imported.get(name, "")
@@ -354,7 +355,7 @@ class _Reader:
 
 
 class _NoAnswers(Answers):
-    """What constants are made from."""
+    """The answers for constants, which need none."""
 
     def __init__(self) -> None:
         pass
@@ -364,8 +365,8 @@ _NO_ANSWERS = _NoAnswers()
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, which may be long; None for anything else."""
-    # `literal_eval` takes the empty set for a literal as well, though a call may be the program's.
+    """Return the value of a literal, which may be long; None for anything else."""
+    # `literal_eval` takes the empty set for a literal as well, but its call may be the program's.
     if not isinstance(node, ast.List | ast.Tuple | ast.Dict):
         return None
     try:
@@ -375,7 +376,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _name(node: ast.expr) -> str:
-    """The name that a call calls."""
+    """Return the name that a call calls."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox is made of: the command that starts it, what is visible inside, and the job it is given."""
+"""The parts of a sandbox: the command that starts it, the folders visible inside, and its job."""
 
 import os
 import sys
@@ -18,26 +18,27 @@ class SandboxError(Exception):
 
 
 def interpreter() -> str:
-    """The Python that runs the code: this one, outside of any virtual environment."""
+    """Return the Python that runs the code: this one, outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def command(job: int) -> list[str]:
-    """Command line of the supervisor; its job is in the file descriptor `job`."""
+    """Return the command line of the supervisor; its job is in the file descriptor `job`."""
     return [interpreter(), "-I", "-S", "-c", f"{START}main({job})"]
 
 
 def packages(config: SandboxConfig) -> list[tuple[str, str]]:
-    """Folders (outside, inside) of installed packages that the code may import from."""
+    """Return the folders (outside, inside) of installed packages that the code may import from."""
     if not config.packages:
         return []
     paths = dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-    # Not at their own place: Ray keeps its virtual environments below /tmp, where the work folder will be.
+    # They get another place: Ray keeps its virtual environments below /tmp, the place of the work folder.
     return [(path, f"{namespaces.HERE}/packages{i}") for i, path in enumerate(paths) if os.path.isdir(path)]
 
 
 def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
-    """Folders (outside, inside) to show beside the system's: Python, its packages, and this package's inner part."""
+    """Return the folders (outside, inside) to show in addition to the system's: Python, its packages, and this
+    package's inner part."""
     shown = [(str(PACKAGE / "inside"), f"{namespaces.HERE}/inside"), *packages(config)]
     for path in (os.path.realpath(sys.base_prefix), os.path.dirname(interpreter())):
         above = [*namespaces.SYSTEM, *(target for _, target in shown)]
@@ -47,7 +48,7 @@ def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
 
 
 def job(code: str, tests: list[dict[str, Any]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
-    """What the supervisor needs to know.
+    """Return the supervisor's job.
 
     Args:
         work: the folder of a program without isolation; "" for namespaces.
@@ -68,8 +69,8 @@ def job(code: str, tests: list[dict[str, Any]], work: str, streams: list[int], c
         "output": config.output_kb << 10,
         "test_s": config.timeout_s,
         "total_s": config.total_timeout_s,
-        # Without a user namespace the kernel counts all processes of this user; the runner counts those of the
-        # sandbox. Within one, the supervisor and the process outside of it count as well.
+        # Without a user namespace the kernel counts all processes of this user, so the runner counts the sandbox's
+        # processes. In a user namespace, the supervisor and the process outside of it count as well.
         "processes": None if bare else config.max_processes + 2,
         "limits": {"cpu_s": config.cpu_s, "memory": config.memory_mb << 20, "file": config.file_mb << 20},
     }

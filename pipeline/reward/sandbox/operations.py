@@ -1,4 +1,4 @@
-"""What assertions may do with plain data, each within bounds that no value of a program passes.
+"""The operations of assertions on plain data, each within bounds that no value of a program can exceed.
 
 The values are exact built-in types (`inside/values.py`), so Python's own comparison decides, and calls nothing of the
 program: 1 equals True and 1.0, -0.0 equals 0, and nan equals nothing.
@@ -17,7 +17,7 @@ MAX_ITEMS = 1 << 20  # of a sequence that is repeated
 MAX_SHORT = 64  # characters of a text in it
 
 ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
-"""What an operation raises for values that it does not fit."""
+"""Exceptions of an operation for values that it does not fit."""
 
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -34,7 +34,7 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def number(value: Any) -> Any:
-    """`value`, a number that may be calculated with. Raises `ERRORS` if it is not, or too large."""
+    """Return `value`, a number to calculate with. Raises `ERRORS` if it is not a number, or too large."""
     if not isinstance(value, int | float | complex):
         raise TypeError(f"a number is needed, not a {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -81,7 +81,7 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: _multiply,
     ast.Div: lambda a, b: number(a) / number(b),
     ast.FloorDiv: lambda a, b: number(a) // number(b),
-    # Of a text, this would be a format, of any width.
+    # For a text, this would be a format, of any width.
     ast.Mod: lambda a, b: number(a) % number(b),
     ast.Pow: _power,
 }
@@ -130,7 +130,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "bool": (bool, ()),
     "isclose": (math.isclose, ("rel_tol", "abs_tol")),
 }
-"""Functions of assertions, and what may be named in a call of one."""
+"""Functions of assertions, and the keyword arguments that a call of each may have."""
 
 CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau, "inf": math.inf, "nan": math.nan}
 """Constants of the module `math`."""

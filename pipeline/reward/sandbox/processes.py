@@ -1,4 +1,4 @@
-"""What processes use, read from `/proc`."""
+"""The resources that processes use, read from `/proc`."""
 
 import contextlib
 import os
@@ -7,14 +7,15 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Bytes of resident memory, and how many of them are files' (mapped weights, libraries) or shared."""
+    """Return the bytes of resident memory, and the bytes of it that belong to files (mapped weights, libraries) or are
+    shared."""
     with open(f"/proc/{pid}/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return resident * PAGE, shared * PAGE
 
 
 def own_memory(pid: int) -> int:
-    """Bytes of resident memory of one process without mapped files; 0 where there is no /proc."""
+    """Return the bytes of resident memory of one process without mapped files; 0 if /proc does not exist."""
     try:
         resident, shared = _memory(pid)
     except (OSError, ValueError):
@@ -23,12 +24,12 @@ def own_memory(pid: int) -> int:
 
 
 def usage(pid: int) -> tuple[int, int]:
-    """Threads, and bytes of resident memory, of all processes below `pid`. Shared pages count for each process."""
+    """Count threads and bytes of resident memory of all processes below `pid`. Shared pages count for each process."""
     threads = memory = 0
     waiting = [pid]
     while waiting:
         process = waiting.pop()
-        # A process may end while it is looked at.
+        # A process may end at any moment.
         with contextlib.suppress(OSError):
             tasks = os.listdir(f"/proc/{process}/task")
             for task in tasks:

@@ -1,8 +1,8 @@
-"""Runs a program on a SandboxFusion server (`reward.sandbox.url`), one request for each test.
+"""The run of a program on a SandboxFusion server (`reward.sandbox.url`), one request for each test.
 
 A failure of the server (no connection, an HTTP error, its status `SandboxError`) is tried again with growing pauses
 until `url_timeout_s` is over, and is then an error of the reward, never a 0. Calls are sent as a script that hands them
-to the same driver as in the local sandbox; both run as one user there. What is expected is not sent.
+to the same driver as in the local sandbox; both run as one user there. Expected outputs are not sent.
 """
 
 import json
@@ -17,16 +17,16 @@ import httpx
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.inside import driver, values
 from pipeline.reward.sandbox.isolation import PACKAGE, SandboxError
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.outcome import Outcome
 
 PAUSE_S = 0.5  # before the second attempt; doubled for each further one
 MAX_PAUSE_S = 10.0
 MAX_FAILURES = 3  # named in an error
-SERVER_S = 10.0  # that the server may take beside running the program
+SERVER_S = 10.0  # that the server may take in addition to the program's time
 INNER = ("__init__.py", "values.py", "driver.py", "dialogue.py")
 
 # Writes the inner part and the program to a folder, starts the program in a process of its own, which does not know the
-# mark, removes itself, hands over the calls, removes the folder, and prints the answers behind the mark.
+# mark, removes itself, hands over the calls, removes the folder, and prints the mark followed by the answers.
 _SCRIPT = """\
 import json, os, shutil, subprocess, sys, tempfile
 job = json.loads({job!r})
@@ -60,12 +60,12 @@ print(job["mark"] + b"".join(answers).decode(errors="replace"))
 
 
 def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
-    """Outcomes of the tests of one program, as `runner.run_tests`.
+    """Yield outcomes of the tests of one program, as `runner.run_tests` does.
 
     Raises:
-        SandboxError: the server gave not all outcomes within `url_timeout_s`.
+        SandboxError: the server did not return all outcomes within `url_timeout_s`.
     """
-    # Of the time that all tests share, only what the programs ran counts, not the waiting for the server.
+    # Only the programs' running time counts towards the time that all tests share, not the waiting for the server.
     left = config.total_timeout_s
     # Certificates take long to load, and plain HTTP has none to check.
     with httpx.Client(verify=str(config.url).startswith("https")) as client:
@@ -90,7 +90,7 @@ def _with_driver(code: str, test: dict[str, Any], mark: str) -> str:
 
 
 def _checked(outcome: Outcome, mark: str, config: SandboxConfig) -> Outcome:
-    """An outcome of the server with the limit on output that holds here, and the result that follows `mark`."""
+    """Apply the limit on output to an outcome of the server, and extract the result that follows `mark`."""
     if mark and mark in outcome.stdout and outcome.ended == "exit":
         return replace(outcome, result=outcome.stdout.rpartition(mark)[2].encode(errors="replace"))
     most = config.output_kb << 10
@@ -99,7 +99,7 @@ def _checked(outcome: Outcome, mark: str, config: SandboxConfig) -> Outcome:
 
 
 def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: float, config: SandboxConfig) -> Outcome:
-    """One run on the server, tried until it has an outcome or the time is over."""
+    """Run the program once on the server, with tries until it has an outcome or the time is over."""
     request = {
         "code": code,
         "stdin": stdin,
@@ -133,7 +133,7 @@ def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: fl
 
 
 class _ServerFailure(Exception):
-    """The server did not run the program; where it is `final`, asking again changes nothing."""
+    """The server did not run the program. If `final` is set, another try would fail in the same way."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -141,8 +141,8 @@ class _ServerFailure(Exception):
 
 
 def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> Outcome:
-    """What one request brings; `_ServerFailure` or `httpx.HTTPError` where that is no outcome."""
-    # Of an answer, JSON may write each character of stdout and stderr in six bytes.
+    """Send one request; raises `_ServerFailure` or `httpx.HTTPError` if it brings no outcome."""
+    # JSON may write each character of stdout and stderr in six bytes.
     most = 2 * 6 * max(config.output_kb << 10, values.MAX_FRAME)
     ends = time.monotonic() + timeout
     received = bytearray()

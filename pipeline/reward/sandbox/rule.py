@@ -1,8 +1,8 @@
 """Reward of a program: the share of its tests that it passes, or 1.0 only for all of them.
 
-What the program does (a syntax error, a time limit, a crash) fails its test. What the sandbox or the data does is an
-exception, so that the row counts as failed and not as 0. Tests that do not start in `total_timeout_s` have failed. The
-program never gets what is expected, so it can only compute it.
+Failures of the program (a syntax error, a time limit, a crash) fail its test. Failures of the sandbox or the data raise
+an exception, so that the row counts as failed and not as 0. Tests that do not start in `total_timeout_s` have failed.
+The program never gets the expected output, so it can only compute it.
 """
 
 from contextlib import closing
@@ -16,9 +16,9 @@ MAX_REASON = 200  # characters
 
 
 def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -> dict[str, Any]:
-    """Score of a response, any text, to a programming problem with the tests `ground_truth` (see `truth.read`).
+    """Score a response, any text, to a programming problem with the tests `ground_truth` (see `truth.read`).
 
-    Besides the parts of every rule: `passed` and `total` (tests) and `reason`, the first failure in a few words.
+    In addition to the parts of every rule: `passed` and `total` (tests) and `reason`, the first failure in a few words.
 
     Raises:
         ValueError: `ground_truth` cannot be used.
@@ -46,6 +46,6 @@ def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -
         reason = f"test {seen + 1}: time limit of all tests exceeded"
     correct = passed == len(tests)
     score = float(correct) if config.score == "all" else passed / len(tests)
-    # Half a surrogate pair, which a program may name in an error, is text that no file can hold.
+    # Half a surrogate pair, which a program may name in an error, is text that files cannot hold.
     reason = reason[:MAX_REASON].encode(errors="replace").decode()
     return result | {"score": score, "acc": int(correct), "passed": passed, "reason": reason}

@@ -1,14 +1,13 @@
-"""Runs a program in a local sandbox, watches it from outside, and reads what came of each test.
+"""The run of a program in a local sandbox: it watches the program from outside, and reads the outcome of each test.
 
-The limits hold inside (`inside/supervisor.py`). From outside come the memory and the number of all processes together,
-and a deadline for the whole. When this process ends, so does the sandbox.
+The supervisor enforces the limits inside (`inside/supervisor.py`). This process also enforces the total memory, the
+number of processes and an overall deadline. When it ends, so does the sandbox.
 """
 
 import functools
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,60 +15,21 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation, processes
 from pipeline.reward.sandbox.inside import folders, values
 from pipeline.reward.sandbox.isolation import SandboxError
+from pipeline.reward.sandbox.outcome import Outcome
 
 START_S = 30.0  # for the supervisor to start, on a machine that is busy
 END_S = 10.0  # for all processes to end
 LOOK_S = 0.02  # between two looks at what the processes use
 CLEAN_S = 2.0  # to remove the folder of a program without isolation
 MAX_REPORT = 1000  # bytes
-MAX_REASON = 200  # characters
 OWN_MEMORY = 96 << 20  # of the supervisor and the processes around it
 OWN_THREADS = 6
-LIMITS = {
-    "time": "time limit exceeded",
-    "output": "output limit exceeded",
-    "memory": "memory limit exceeded",
-    "processes": "process limit exceeded",
-}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one run of a program."""
-
-    ended: str
-    """`exit`, or the limit that ended it: `time`, `output`, `memory`, `processes`."""
-    returncode: int | None = None
-    """Exit status, negative for a signal; None where the program did not end by itself."""
-    stdout: str = ""
-    stderr: str = ""
-    """What was printed, up to `output_kb`; bytes that are not UTF-8 are replaced."""
-    seconds: float = 0.0
-    """Wall-clock time."""
-    result: bytes = b""
-    """Of calls: the answers, a line of JSON for each (`inside/driver.py`). They come from the program's process and may
-    be any bytes."""
-
-    @property
-    def failure(self) -> str:
-        """Why the program did not run to its end, in a few words; "" if it did."""
-        if self.ended in LIMITS:
-            return LIMITS[self.ended]
-        if self.returncode is None or self.returncode == 0:
-            return ""
-        if self.returncode < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"ended by {names.get(-self.returncode, f'signal {-self.returncode}')}"
-        lines = self.stderr.strip().splitlines()
-        reason = f"exit status {self.returncode}" + (f": {lines[-1].strip()}" if lines else "")
-        return reason[:MAX_REASON]
 
 
 def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:
@@ -83,9 +43,9 @@ def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:
 
 
 def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
-    """Outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
+    """Yield outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
 
-    It ends early when `total_timeout_s` is over or a limit on all processes together is passed.
+    It ends early when `total_timeout_s` is over or the processes together pass a limit.
 
     Args:
         tests: each with its `kind`, `script` or `calls`; its `stdin`; and its `calls`, each a line of JSON
@@ -95,7 +55,7 @@ def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> 
         SandboxError: as `run`.
     """
     if config.url:
-        # Here, because most runs need no HTTP client.
+        # Imported here, because most runs need no HTTP client.
         from pipeline.reward.sandbox import remote
 
         return remote.run_tests(code, tests, config)
@@ -103,7 +63,7 @@ def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> 
 
 
 def resolve(config: SandboxConfig) -> str:
-    """The isolation that is used here: `namespaces` or `none`.
+    """Return the isolation in use: `namespaces` or `none`.
 
     Raises:
         SandboxError: it is `auto` and namespaces do not work.
@@ -175,7 +135,7 @@ class _Broken(Exception):
 
 
 def _next_report(process: subprocess.Popen[bytes], deadline: float, config: SandboxConfig) -> dict[str, Any] | None:
-    """How the next test ended, waited for while all processes are watched; None when the time of all tests is over."""
+    """Wait for the end of the next test, and watch all processes meanwhile; None when the time of all tests is over."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     poll = select.poll()
@@ -191,14 +151,14 @@ def _next_report(process: subprocess.Popen[bytes], deadline: float, config: Sand
     line = process.stdout.read(MAX_REPORT)
     if line:
         return dict(json.loads(line))
-    # The supervisor ends well by itself only when the time of all tests is over.
+    # The supervisor exits with 0 by itself only when the time of all tests is over.
     if process.wait(END_S) != 0:
         raise _Broken("its supervisor ended before the tests did")
     return None
 
 
 def _end(process: subprocess.Popen[bytes], work: str) -> None:
-    """Have the supervisor kill what it has started, and end."""
+    """Let the supervisor kill its processes, and end."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()

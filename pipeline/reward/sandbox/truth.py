@@ -1,4 +1,4 @@
-"""Tests of a programming problem: what a ground truth holds, and whether an outcome is right."""
+"""The tests of a programming problem: the reader of ground truths, and the judgement of outcomes."""
 
 import json
 import math
@@ -11,11 +11,11 @@ from pipeline.reward.sandbox.answers import Answers, Failed
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.grammar import Assertions
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import LIMITS, Outcome
+from pipeline.reward.sandbox.outcome import LIMITS, Outcome
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
-# Answers are read only up to the size of right ones: a packed result is at most so many times as long as JSON or Python
-# has it. Results that asserts calculate with may be longer; the asserts of a row share what is read of them.
+# Answers are read only up to the size of right ones: a packed result is at most so many times as long as in JSON or
+# Python. Results that asserts calculate with may be longer; the asserts of a row share the bytes that are read of them.
 MAX_GROWTH = 32
 MIN_RESULT = 4096  # bytes
 MAX_CALCULATED = 2 << 20  # bytes
@@ -33,10 +33,10 @@ class Test:
     """Bytes of the answers to calls that are read."""
 
     def failure(self, outcome: Outcome) -> str:
-        """Why the outcome is wrong, in a few words; "" if it is right."""
+        """Return the reason why the outcome is wrong, in a few words; "" if it is right."""
         if self.job["kind"] == "script":
             return outcome.failure or ("" if same_text(outcome.stdout, self.expected) else "wrong answer")
-        # What was answered before the time was over is not lost.
+        # Answers from before the end of the time still count.
         if outcome.ended in LIMITS and outcome.ended != "time":
             return outcome.failure
         if isinstance(self.expected, Assertions):
@@ -53,13 +53,12 @@ class Test:
 
 
 def read(ground_truth: Any) -> list[Test]:
-    """Tests of a ground truth.
+    """Read the tests of a ground truth.
 
     Args:
-        ground_truth: as data or as JSON text, `{"inputs": [...], "outputs": [...]}` of standard input and output,
-            the same with `"fn_name"` of arguments and results, `{"assert_case": [...]}` (blank ones are left out; they
-            take the place of inputs and outputs), or a list of pieces of Python with asserts
-            (`grammar.py`).
+        ground_truth: as data or as JSON text, `{"inputs": [...], "outputs": [...]}` of standard input and output, the
+            same with `"fn_name"` of arguments and results, `{"assert_case": [...]}` (blank ones are left out; they take
+            the place of inputs and outputs), or a list of pieces of Python with asserts (`grammar.py`).
 
     Raises:
         ValueError: it is none of these, or its asserts cannot be judged, with `Refused` as the cause.
@@ -101,9 +100,9 @@ def read(ground_truth: Any) -> list[Test]:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs have the same words on the same lines; empty lines at the end do not count.
+    """Return whether two outputs have the same words on the same lines; empty lines at the end do not count.
 
-    Numbers with a decimal point or exponent may differ by `TOLERANCE`, not relative where a whole number is expected.
+    Numbers with a decimal point or exponent may differ by `TOLERANCE`, which is absolute if a whole number is expected.
     """
     got, wanted = printed.rstrip().splitlines(), expected.rstrip().splitlines()
     if len(got) != len(wanted):
@@ -146,7 +145,7 @@ def _same_value(got: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
         if not isinstance(got, dict):
             return False
-        # The keys of JSON are text.
+        # JSON's keys are text.
         items = {str(key): item for key, item in got.items()}
         return items.keys() == wanted.keys() and all(_same_value(items[key], item) for key, item in wanted.items())
     if isinstance(wanted, float) and isinstance(got, int | float):

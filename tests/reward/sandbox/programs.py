@@ -4,8 +4,9 @@ import time
 from typing import Any
 
 from pipeline.config.sandbox import SandboxConfig
+from pipeline.reward.sandbox.outcome import Outcome
 from pipeline.reward.sandbox.rule import compute_score
-from pipeline.reward.sandbox.runner import Outcome, run
+from pipeline.reward.sandbox.runner import run
 
 LIMIT_S = 2.0  # `timeout_s` of the configs
 SLACK_S = 20.0  # of a machine that does other things as well

@@ -11,7 +11,7 @@ from pipeline.reward.sandbox import grammar
 from pipeline.reward.sandbox.answers import Answers
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import driver, values
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.outcome import Outcome
 
 PROGRAM = """
 import collections, enum, math

@@ -29,6 +29,10 @@ def test_auto_is_namespaces_where_they_work(config: SandboxConfig) -> None:
     assert resolve(config) == "namespaces"
 
 
+def test_a_crash_leaves_no_dump(config: SandboxConfig) -> None:
+    assert run("import resource; print(resource.getrlimit(4))", "", config).stdout == "(0, 0)\n"
+
+
 def test_a_sandbox_that_does_not_work_is_an_error(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     monkeypatch.setattr(isolation, "command", lambda job: BROKEN)
     with pytest.raises(SandboxError, match=r"isolation=namespaces\).*it is broken"):

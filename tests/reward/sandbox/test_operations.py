@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.reward.sandbox import grammar, operations
 from pipeline.reward.sandbox.answers import Answers
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.outcome import Outcome
 from pipeline.reward.sandbox.truth import MAX_CALCULATED
 
 MOST = MAX_CALCULATED // 9  # of an answer: three of them are a third of what is read for a row

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import answer, rule, runner
+from pipeline.reward.sandbox.outcome import Outcome
 from pipeline.reward.sandbox.rule import compute_score
-from pipeline.reward.sandbox.runner import Outcome
 from tests.reward.sandbox.programs import score
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.outcome import Outcome
 from pipeline.reward.sandbox.truth import MAX_CALCULATED, read, same_text
 
 STDIN = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}

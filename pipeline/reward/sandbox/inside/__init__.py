@@ -1,1 +1,2 @@
-"""What runs inside the sandbox: the standard library only, imported as a package of its own by `-I -S` Python."""
+"""The code that runs inside the sandbox: only the standard library, imported as a package of its own by `-I -S`
+Python."""

@@ -1,7 +1,8 @@
-"""The calls of a test, handed to the program's process one at a time, and what it answers.
+"""The calls of a test, sent to the program's process one at a time, and its answers.
 
 A call is sent when the one before has been answered. So a program knows no later call while it can still choose an
-answer, and what comes next depends on none. Answers are lines, one for each call in order; they are not looked at here.
+answer, and the next call does not depend on any answer. Answers are lines, one for each call in order; they are not
+read here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ class Dialogue:
     """The near ends of the two pipes between a program and its test."""
 
     def __init__(self, calls: Sequence[str], requests: int, replies: int, keep: Callable[[bytes], object]) -> None:
-        """
+        """Store the calls and the ends of the pipes.
+
         Args:
             calls: each as a line of JSON (see `driver.py`).
             requests, replies: the file descriptors to write to and to read from.
-            keep: is given the answers, in pieces.
+            keep: takes the answers, in pieces.
         """
         self._calls, self._requests, self._replies, self._keep = calls, requests, replies, keep
         self._sent = self._answered = self._kept = 0
@@ -35,11 +37,11 @@ class Dialogue:
             os.set_blocking(fd, False)  # the program need not read, nor write
 
     def step(self, poll: select.poll) -> str:
-        """Read and send what can be now, and have `poll` wait for more.
+        """Read and send as much as is possible now, and register further waits with `poll`.
 
         Returns:
-            "exit" once every call is answered or the program answers no more, "output" if its answers are too long,
-            and else "".
+            "exit" once every call is answered or the program answers no more, "output" if its answers are too long, and
+            else "".
         """
         ended = self._read()
         while self._sent < len(self._calls) and self._sent <= self._answered:
@@ -61,7 +63,7 @@ class Dialogue:
         return ended
 
     def run(self) -> None:
-        """All steps, without a limit on time."""
+        """Run all steps, without a limit on time."""
         poll = select.poll()
         while not self.step(poll):
             poll.poll()

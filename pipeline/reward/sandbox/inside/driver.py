@@ -1,11 +1,11 @@
 """The first code in the process of a program under test.
 
-It runs the program as a script, or makes calls of its functions. It shares its process with hostile code: it knows no
-expected value and no call but the next, and what it writes is data to its readers.
+It runs the program as a script, or makes calls of its functions. It shares its process with hostile code. So it knows
+no expected value and only the next call, and its readers treat its output as data.
 
 A call is a line of JSON, `[target, arguments, named arguments]`, the last two packed (`values.py`). The target is a
-name of the program (or of its class `Solution`), or `[number of an earlier call, name]` for a method of its result.
-The answer is a line with an object of one key: `value`, packed; `other`, why the result is not plain data; or
+name of the program (or of its class `Solution`), or `[number of an earlier call, name]` for a method of its result. The
+answer is a line with an object of one key: `value`, packed; `other`, the reason why the result is not plain data; or
 `error`.
 """
 
@@ -24,13 +24,13 @@ PROGRAM = "solution.py"
 
 
 def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int = REPLIES) -> None:
-    """Run the program in the current folder as a test of `kind` (`script` or `calls`) asks for."""
+    """Run the program in the current folder as a test of `kind` (`script` or `calls`)."""
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))] + packages
     # The `site` module, which is not loaded, would define these.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.argv = [PROGRAM]
     if kind != "script":
-        # A fork that the program does not end fails: it takes no call from its parent, and answers nothing.
+        # A fork that the program does not end fails: it takes no call from its parent, and does not answer.
         for pipe in (requests, replies):
             os.register_at_fork(after_in_child=lambda pipe=pipe: os.close(pipe))
     with open(PROGRAM, encoding="utf-8", errors="surrogateescape") as file:
@@ -45,14 +45,14 @@ def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int 
 
 
 def _load(source: str) -> Any:
-    """The program as a module, so that its `if __name__ == "__main__"` does not run."""
+    """Load the program as a module, so that its `if __name__ == "__main__"` does not run."""
     module = sys.modules["solution"] = type(sys)("solution")
     exec(compile(source, PROGRAM, "exec"), module.__dict__)
     return module
 
 
 def _answer(source: str, requests: int, replies: int) -> None:
-    """Answer calls until there are no more."""
+    """Answer calls until the pipe ends."""
     from . import values
 
     pipe = open(requests, "rb")  # noqa: SIM115 - open until the process ends
@@ -75,7 +75,7 @@ def _answer(source: str, requests: int, replies: int) -> None:
                 reply = _packed(results[number])
             else:
                 reply = {"error": broken}
-        except BaseException as error:  # noqa: BLE001 - whatever the program raises is its answer
+        except BaseException as error:  # noqa: BLE001 - any exception of the program is its answer
             reply = {"error": _described(error)}
         number += 1
         values.send(replies, reply)

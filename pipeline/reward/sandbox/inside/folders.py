@@ -1,11 +1,11 @@
-"""Removes a folder that hostile code has written to."""
+"""The removal of a folder that hostile code has written to."""
 
 import os
 
 
 def remove(path: str) -> None:
-    """Remove the folder `path`, however deep and whatever its modes; no link is followed."""
-    # Complaints name the paths, as long and as many as the code liked.
+    """Remove the folder `path`, at any depth and with any modes; no link is followed."""
+    # Error messages name the paths, whose length and number the code has chosen.
     silent = [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
     for command in (["rm", "-rf"], ["chmod", "-Rf", "u+rwx"], ["rm", "-rf"]):
         if os.path.isdir(path):

@@ -1,11 +1,11 @@
-"""What a process gives up before it runs foreign code: capabilities, resources, files to write and system calls.
+"""The rights that a process gives up before it runs foreign code: capabilities, resources, files and system calls.
 
 Without capabilities the kernel itself refuses mounts, new roots, other users' files and most of what administrators do.
 The filter (seccomp) refuses the rest that would reach outside: sockets, new namespaces, the memory and the limits of
 other processes, signals through file descriptors, kernel objects that outlive the process or belong to no address
-space, and new sessions and process groups (so that one kill reaches them all). Where no namespace hides the files
-and processes of others, Landlock keeps writes inside one folder and closes `/proc` of other processes, and the filter
-refuses signals, and what would change the priority, the shared memory or the file modes of others, as well.
+space, and new sessions and process groups (so that one kill reaches them all). If no namespace hides the files and
+processes of others, Landlock keeps writes inside one folder and closes `/proc` of other processes. The filter then also
+refuses signals, and changes to the priority, the shared memory or the file modes of others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED = {
     "syslog": (103, 116),
 }
 ABSENT = 0xFFFFFFFF  # the number of a system call that a machine does not have
-# Refused as well where no namespace hides other processes and files.
+# These are refused as well if no namespace hides other processes and files.
 REFUSED_IN_THE_OPEN = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -109,7 +109,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int, action: str) -> int:
-    """`result` of a C call; OSError with the action where it is negative."""
+    """Return the result of a C call. Raises OSError with the action if it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{action}: {os.strerror(error)}")
@@ -117,7 +117,7 @@ def checked(result: int, action: str) -> int:
 
 
 def prctl(option: int, value: int, pointer: Any = None) -> None:
-    """`prctl(2)`; OSError where the kernel refuses."""
+    """Call `prctl(2)`. Raises OSError if the kernel refuses."""
     checked(libc.prctl(option, ctypes.c_ulong(value), pointer, 0, 0), f"prctl({option}, {value})")
 
 
@@ -130,7 +130,7 @@ def change_user(uid: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities for good; a program that is started later, even by root, gets none back."""
+    """Give up all capabilities for good; a later program, even one started by root, gets none back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     checked(libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "dropping capabilities (capset)")
 
@@ -138,7 +138,7 @@ def drop_privileges() -> None:
 def write_only_below(folder: str) -> None:
     """Refuse this process every write outside of `folder`, and a look into processes that are not its own children.
 
-    Changes nothing where the kernel has no Landlock (before Linux 5.13, or not switched on).
+    Does nothing if the kernel has no Landlock (before Linux 5.13, or not switched on).
     """
     version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
@@ -154,10 +154,10 @@ def write_only_below(folder: str) -> None:
 
 
 def program(machine: str, only_self: int | None, allowed: Container[str] = ()) -> bytes:
-    """The filter for `machine` (of `os.uname()`) as instructions of classic BPF, 8 bytes each.
+    """Return the filter for `machine` (of `os.uname()`) as instructions of classic BPF, 8 bytes each.
 
-    `only_self`: the process that is filtered, where namespaces do not hide others from it: it may signal itself alone.
-    `allowed`: names of `REFUSED` that it may call all the same.
+    `only_self`: the filtered process, if namespaces do not hide others from it; it may only signal itself. `allowed`:
+    names of `REFUSED` that it may call nevertheless.
     """
     column, arch = MACHINES[machine]
     refuse = (_RETURN, 0, 0, _ERRNO | EPERM)
@@ -191,7 +191,7 @@ def program(machine: str, only_self: int | None, allowed: Container[str] = ()) -
 
 
 def filter_calls(only_self: int | None, allowed: Container[str] = ()) -> None:
-    """Put the filter of `program` on this process and all that come from it, for good; `drop_privileges` first."""
+    """Put the filter of `program` on this process and its descendants, for good; `drop_privileges` first."""
     code = ctypes.create_string_buffer(program(os.uname().machine, only_self, allowed))
 
     class Program(ctypes.Structure):

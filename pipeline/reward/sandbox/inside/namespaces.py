@@ -1,9 +1,9 @@
-"""Moves this process into namespaces of its own, with a file system that holds nothing but what code needs to run.
+"""The move of this process into namespaces of its own, with a file system that holds only the files that code needs.
 
 1. New mount, process, network, IPC, UTS and cgroup namespaces; with a new user namespace unless the process may make
    them without (root with CAP_SYS_ADMIN, who instead gives the code a user id of its own).
 2. The root is a small tmpfs. Into it go, read-only and without set-user-id bits, the system's libraries and programs,
-   the Python installation, and four harmless devices. No /sys, no home, no run folder; a /proc only if asked.
+   the Python installation, and four harmless devices. No /sys, no home, no run folder; a /proc only on request.
 3. The process forks; the child is process 1, so that everything inside ends when it ends.
 
 Needs Python 3.9 and nothing but the standard library: environment processes use it as well (`pipeline/agent/`).
@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-HERE = "/sandbox"  # where this package lies inside
-WORK = "/tmp"  # the folder the code may write to
+HERE = "/sandbox"  # the place of this package inside
+WORK = "/tmp"  # the folder that the code may write to
 
 NOBODY = 65534
-FIRST_UID, UIDS = 20000, 40000  # ids for the code where root starts it: one for each sandbox that runs
+FIRST_UID, UIDS = 20000, 40000  # ids for the code if root starts it: one for each running sandbox
 
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _OTHERS = 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000  # pid, net, ipc, uts, cgroup
@@ -42,7 +42,7 @@ _MOUNT_SETATTR = 442
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """`mount(2)`; OSError with source and target where it fails."""
+    """Call `mount(2)`. Raises OSError with source and target if it fails."""
     arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
     result = libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
     checked(result, f"mounting {source} at {target}")
@@ -52,13 +52,13 @@ def enter(mounts: Iterable[tuple[str, str]], size: int, current: str | None = No
     """Put this process, which must have one thread, into its namespaces and fork process 1 of them.
 
     Args:
-        mounts: (folder outside, folder inside) to show read-only beside `SYSTEM`.
+        mounts: (folder outside, folder inside) to show read-only, in addition to `SYSTEM`.
         size: bytes of the work folder.
-        current: a folder to begin in, made where `mounts` do not show it; with it there is a /proc, read-only.
+        current: a folder to begin in, made if `mounts` do not show it; with it, a read-only /proc exists.
 
     Returns:
-        In process 1: the user id for the code, None where it keeps the process's. The process outside waits in here,
-        and ends as process 1 does.
+        In process 1: the user id for the code, None if it keeps the process's. The process outside waits in here, and
+        ends as process 1 does.
 
     Raises:
         OSError: the kernel or its settings refuse a step; the message names it.
@@ -81,7 +81,7 @@ def _end_like(status: int) -> NoReturn:
 
 
 def fresh_work(size: int) -> None:
-    """An empty work folder, in the place of the one before."""
+    """Make an empty work folder, in the place of the one before."""
     libc.umount2(WORK.encode(), _DETACH)  # fails the first time, when there is none
     mount("tmpfs", WORK, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes={max(4096, size >> 14)},mode=777")
 
@@ -109,7 +109,7 @@ def _root(mounts: Iterable[tuple[str, str]], size: int, current: str | None) -> 
     checked(libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b".old"), "changing the root (pivot_root)")
     os.chdir("/")
     os.mkdir(WORK)
-    # Before the others, some of which may lie below it.
+    # This one comes first, because some of the others may lie below it.
     fresh_work(size)
     for source, target in sorted(wanted, key=lambda pair: pair[1]):
         _show("/.old" + source, target, _RDONLY | _NOSUID | _NODEV)
@@ -119,7 +119,7 @@ def _root(mounts: Iterable[tuple[str, str]], size: int, current: str | None) -> 
         os.symlink(target, path)
     if current is not None:
         os.mkdir("/proc")
-        # While the old one is there: a user namespace may only see what it could see before.
+        # The old one must still be mounted: a user namespace may only see what it could see before.
         mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
         os.makedirs(current, exist_ok=True)
         os.chdir(current)

@@ -1,10 +1,9 @@
-"""The first process inside the sandbox: runs the tests of one program, one after the other.
+"""The first process inside the sandbox: it runs the tests of one program, one after the other.
 
-For each byte on stdin it runs the next test, and writes a line of JSON to stdout: how the test `ended`, the
-`returncode` of the program, and the `seconds` it took. What the program printed, and the result, lie in the job's
-`streams` then (memory files for stdout, stderr and the result); the supervisor never reads them. A test starts with an
-empty work folder and its own processes, all of which are killed before its line is written. When stdin is closed,
-everything ends.
+For each byte on stdin it runs the next test, and writes a line of JSON to stdout: the end of the test (`ended`), the
+`returncode` of the program, and its `seconds`. Then the program's output and the result are in the job's `streams`
+(memory files for stdout, stderr and the result); the supervisor never reads them. A test starts with an empty work
+folder and its own processes, which are all killed before its line is written. When stdin is closed, everything ends.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ ENVIRONMENT = {
 KILL_S = 5.0  # for killed processes to end
 LOOK_S = 0.02  # between two looks at how much was printed
 ASKED, REPORTS = 0, 1  # file descriptors
-READY = 39  # file descriptor by which a child says that it could not start
-STREAMS = 50  # file descriptors from here on are those of the job, out of the way of what children get
+READY = 39  # file descriptor by which a child reports that it could not start
+STREAMS = 50  # first file descriptor of the job, above the numbers that children get
 
 
 class RunnerEnded(Exception):
-    """No process waits for the tests any more."""
+    """The process that waited for the tests has ended."""
 
 
 class Supervisor:
@@ -48,13 +47,13 @@ class Supervisor:
     def __init__(self, job: dict[str, Any], uid: int | None) -> None:
         self.job, self.uid = job, uid
         self.alone = job["namespaces"]  # process 1 of a namespace of its own
-        self.group = 0  # first process of the test that runs, and leader of its process group where it is not alone
+        self.group = 0  # first process of the running test; without namespaces, leader of its process group
         self.ends = time.monotonic() + job["total_s"]
         if self.alone and os.getpid() != 1:
             raise RuntimeError("the supervisor is not process 1 of a namespace, so it may not kill all it can see")
 
     def run(self) -> None:
-        """Run the tests that are asked for; stop when the time of all is used up."""
+        """Run the requested tests; stop when the time of all is used up."""
         try:
             for number, test in enumerate(self.job["tests"]):
                 if not os.read(ASKED, 1) or time.monotonic() >= self.ends:
@@ -73,7 +72,7 @@ class Supervisor:
             namespaces.fresh_work(self.job["temp"])
             os.chdir(namespaces.WORK)
         else:
-            # The folders of earlier tests are removed in the end: a program can fill them faster than they are emptied.
+            # The folders of earlier tests are removed at the end: a program can fill them faster than they are emptied.
             os.makedirs(folder)
             os.chdir(folder)
         with open(driver.PROGRAM, "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -112,7 +111,8 @@ class Supervisor:
         return {"ended": ended, "returncode": returncode, "seconds": time.monotonic() - started}
 
     def _start(self, fds: dict[int, int], run: Callable[[], None]) -> int:
-        """Process id of a child that has the file descriptors `fds` (number there: number here) and does `run`."""
+        """Start a child that has the file descriptors `fds` (number there: number here) and runs `run`; returns its
+        process id."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -139,7 +139,7 @@ class Supervisor:
         return child
 
     def _confine(self) -> None:
-        """What a child does to itself before it runs anything foreign."""
+        """Confine a child before it runs anything foreign."""
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.uid is not None:
             limits.change_user(self.uid)
@@ -183,13 +183,13 @@ class Supervisor:
         return any(os.fstat(fd).st_size > self.job["output"] for fd in self.job["streams"][:2])
 
     def _end(self, main: int) -> int | None:
-        """Kill and reap every process of the test; the exit status of `main`, or None if it was killed here."""
-        # Asked before the killing, and left unreaped so that the number of the group stays its own.
+        """Kill and reap every process of the test; returns the exit status of `main`, or None if it was killed here."""
+        # The status is read before the killing, and `main` stays unreaped so that no other group gets its number.
         status = os.waitid(os.P_PID, main, os.WEXITED | os.WNOHANG | os.WNOWAIT) if main else None
         deadline = time.monotonic() + KILL_S
         try:
             while time.monotonic() < deadline:
-                # The filter keeps what the program starts in its process group.
+                # The filter keeps the program's descendants in its process group.
                 if self.alone:
                     os.kill(-1, signal.SIGKILL)
                 elif self.group:
@@ -208,7 +208,7 @@ def main(job_fd: int) -> None:
     """Read the job, isolate this process, run the tests."""
     with open(job_fd) as file:
         job = json.load(file)
-    # The worker may have had any numbers for them, and no child may keep one that it is not given.
+    # The worker may have had any numbers for them, and children must keep only the ones that they are given.
     inherited = job["streams"]
     job["streams"] = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STREAMS) for fd in inherited]
     for fd in inherited:

@@ -1,6 +1,6 @@
 """Plain data that leaves the process of a program under test: JSON, with a tag for each type that JSON lacks.
 
-Only data is read back, so a hostile sender can choose a value and no more. A list in the JSON is always `[tag, ...]`:
+Only data is read back, so a hostile sender can only choose a value. A list in the JSON is always `[tag, ...]`:
 `l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `r`esult
 of an earlier call, which only the program's process can read.
 """
@@ -28,9 +28,9 @@ class NotPlain(ValueError):
 
 
 def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """`value` as JSON data.
+    """Convert `value` to JSON data.
 
-    A subclass of a built-in type becomes the built-in type, and NumPy values become what their `tolist` says.
+    A subclass of a built-in type becomes the built-in type, and NumPy values become the result of their `tolist`.
 
     Raises:
         NotPlain: it is, or holds, something else, or is nested too deep.
@@ -62,13 +62,13 @@ def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX_DEPTH) -> Any:
-    """The value that `pack` made `data` of.
+    """Convert the result of `pack` back to the value.
 
     Args:
-        results: what earlier calls returned, by their numbers, for data that may refer to them.
+        results: results of earlier calls, by their numbers, for data that may refer to them.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError: `data` is nothing that `pack` makes.
+        ValueError, TypeError, KeyError, IndexError: `pack` does not make such `data`.
     """
     if isinstance(data, dict):
         raise ValueError("a JSON object is no packed value")
@@ -99,11 +99,11 @@ def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX
 
 
 def distinct(keys: Iterable[Any]) -> list[Any]:
-    """The keys without repetitions, in their order.
+    """Return the keys without repetitions, in their order.
 
     Raises:
-        ValueError: so many have one hash that a set or dict of them would take the square of their number to make.
-        TypeError: one has no hash.
+        ValueError: so many keys share a hash that a set or dict of them would take quadratic time.
+        TypeError: a key has no hash.
     """
     seen: dict[Any, None] = {}
     alike: dict[int, int] = {}
@@ -129,11 +129,11 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(pipe: BinaryIO) -> Any:
-    """The next message of a pipe.
+    """Read the next message of a pipe.
 
     Raises:
         EOFError: the other end is closed, or the line is longer than `MAX_FRAME`.
-        ValueError: the line is no JSON.
+        ValueError: the line is not JSON.
     """
     line = pipe.readline(MAX_FRAME)
     if not line.endswith(b"\n"):

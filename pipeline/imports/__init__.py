@@ -1,0 +1,74 @@
+"""Code of the user, named as `package.module:Name` or `file.py:Name` in settings: the parser and the importer.
+
+Needs Python 3.9 and nothing but the standard library; environment processes import it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from types import ModuleType
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class NotCode(ValueError):
+    """The name leads to no file and is not a module's. The message continues the sentence "KEY is NAME, which"."""
+
+
+def split(spec: str) -> tuple[str, str]:
+    """Return the file or module, and the name after the colon; the name is empty if there is none."""
+    code, colon, name = spec.rpartition(":")
+    return (code, name) if colon and "/" not in name else (spec, "")
+
+
+def is_file(code: str) -> bool:
+    """Return whether `code` is the path of a Python file, else it is the name of a module."""
+    return code.endswith(".py")
+
+
+def is_spec(spec: str) -> bool:
+    """Return whether the text has the form `package.module:Name` or `file.py:Name`."""
+    code, name = split(spec)
+    return name.isidentifier() and (is_file(code) or bool(_MODULE.fullmatch(code)))
+
+
+def load(code: str) -> ModuleType:
+    """Return the module of a file or of a dotted name, imported once in a process.
+
+    Raises:
+        NotCode: the file does not exist, or the text cannot be the name of a module.
+        BaseException: anything that the code raises, `SystemExit` of a script included.
+    """
+    if not is_file(code) and _MODULE.fullmatch(code):
+        return importlib.import_module(code)
+    file = os.path.realpath(os.path.expanduser(code))
+    if not (is_file(code) and os.path.isfile(file)):
+        raise NotCode(_why_not(code))
+    # Two files of one name are two modules.
+    digest = hashlib.blake2b(file.encode(), digest_size=4).hexdigest()
+    name = f"{os.path.basename(file)[:-3]}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _why_not(code: str) -> str:
+    file = os.path.abspath(os.path.expanduser(code))
+    if not os.path.exists(file) and (is_file(code) or "/" in code):
+        return f"does not exist (no {file}); check the path"
+    if code and os.path.isdir(file):
+        return "is a folder; name one that exists"
+    return "is neither a Python file (.py) nor a module (package.module); name one that exists"
