@@ -357,7 +357,7 @@ def _module(code: Code, key: str, path: str) -> ModuleType:
         module = imports.load(path)
     except imports.NotCode as error:
         raise ValueError(f"{key} is {path}, which {error}") from error
-    # A module may raise anything as it is loaded.
+    # A module may raise anything during its import.
     except BaseException as error:
         raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error
     code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))

@@ -1,6 +1,6 @@
 """Settings that an environment process makes for itself.
 
-Needs Python 3.9 and nothing but the standard library.
+This module needs Python 3.9 and nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import os
 
 
 def first_to_go() -> None:
-    """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
+    """Make the kernel end this process first, and not the engine, if the machine runs out of memory."""
     name = "/proc/self/oom_score_adj"
     place = os.open(name, os.O_RDONLY)
     done = os.read(place, 16) == b"1000\n"
     os.close(place)
-    # In isolation it is done by now, and the file cannot be written any more.
+    # In isolation the file has been written by now, and cannot be written again.
     if not done:
         place = os.open(name, os.O_WRONLY)
         os.write(place, b"1000")
@@ -22,7 +22,7 @@ def first_to_go() -> None:
 
 
 def silence(*descriptors: int) -> None:
-    """What is written to these descriptors from here on goes nowhere, and nothing is read from them."""
+    """Point these descriptors at `/dev/null`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)

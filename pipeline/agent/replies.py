@@ -38,7 +38,7 @@ from pipeline.agent.load import MAX_ERROR, Code
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 MAX_ROLE = 40  # characters
-THREAD_S = 0.2  # seconds in which a thread that has ended is gone
+THREAD_S = 0.2  # seconds until an ended thread is gone
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that requests the place of a process after its deadline."""
 
