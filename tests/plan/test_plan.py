@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import Config, ConfigError
+from pipeline.plan.checks import check
 from pipeline.plan.placement import Node, check_resources, lines, local_gpus, place
 from pipeline.plan.plan import Plan, plan
 from pipeline.plan.table import render
@@ -33,7 +34,9 @@ def validate(config: Config) -> Plan:
 
 
 def small(*overrides: str, train_rows: int | None = None):
-    return plan(good(*SMALL, *overrides), train_rows)
+    config = good(*SMALL, *overrides)
+    check(config)
+    return plan(config, train_rows)
 
 
 def shown(*overrides: str) -> str:
