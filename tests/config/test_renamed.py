@@ -19,6 +19,13 @@ INSTEAD = {
     "stream.order": "leave this key out",
     "stream": "every chunk",
     "trainer.early": "trainer.stream_gradients",
+    "agent.preload": "agent.program=FILE.py:run",
+    "loss.rpo_alpha": "loss.type=package.module:function",
+    "loss.desirable_weight": "leave it out",
+    "loss.undesirable_weight": "leave it out",
+    "data.completion_key": "pairs of a better and a worse answer",
+    "data.label_key": "pairs of a better and a worse answer",
+    "data.margin_key": "jobs.reward_model",
 }
 """What the sentence of each removed key names in its place."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.catalogue import ESTIMATORS
+from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import CONFIG_DIR, load_config
 from pipeline.plan.checks import check
 from pipeline.plan.placement import check_resources
@@ -19,6 +19,14 @@ KL = "algorithm.use_kl_in_reward=true"
 OFFLOADED = "actor.use_kl_loss=true trainer.use_gpu=true scoring.reference.offload=true"
 SUMS = "actor.loss_agg_mode=seq-mean-token-sum"
 PAIRS = f"{LOSS}=online_dpo {SUMS} algorithm.adv_estimator=online_dpo"
+
+
+@pytest.fixture(autouse=True)
+def as_they_come(monkeypatch):
+    """Without the entries that other tests have registered in this process."""
+    for known in (ESTIMATORS, POLICY_LOSSES):
+        for name in [name for name, entry in known.items() if not entry.built_in]:
+            monkeypatch.delitem(known, name)
 
 
 @pytest.mark.parametrize(
