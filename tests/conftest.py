@@ -58,7 +58,7 @@ def all_sentences(request: pytest.FixtureRequest) -> Iterator[sentences.Sentence
     found = {} if writes else sentences.read(sentences.FILE.read_text())
     yield found
     if writes and not request.session.testsfailed:
-        sentences.FILE.write_text(sentences.written(found))
+        sentences.FILE.write_text(sentences.written(sentences.of_other_files(found) | found))
 
 
 @pytest.fixture

@@ -42,6 +42,14 @@ def written(sentences: Sentences) -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_other_files(sentences: Sentences) -> Sentences:
+    """Return the file's sentences of the test files that did not run, unless they are gone."""
+    ran = {test.partition("::")[0] for test in sentences}
+    known = read(FILE.read_text()).items()
+    files = ((test, cases, test.partition("::")[0]) for test, cases in known)
+    return {test: cases for test, cases, file in files if file not in ran and (ROOT / file).exists()}
+
+
 def plain(text: object, folder: Path) -> str:
     """`text` on one line, without what differs from run to run: `folder` holds the folders of all tests."""
     shown = re.sub(rf"{re.escape(str(folder))}/[\w.-]+", "/folder", str(text).replace(str(ROOT), "/repository"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sentences import FILE, Named, plain, read, written
+from tests.sentences import FILE, Named, of_other_files, plain, read, written
 
 ROOT = Path(__file__).parents[1]
 SOME = {
@@ -44,3 +44,10 @@ def test_other_words_a_missing_key_and_one_sentence_too_many_fail() -> None:
 def test_what_differs_from_run_to_run_is_left_out(tmp_path: Path) -> None:
     text = f"{tmp_path}/a: x\n{ROOT}/b at 0x7f3a12345678"
     assert plain(text, tmp_path.parent) == "/folder/a: x\\n/repository/b at 0x..."
+
+
+def test_sentences_of_files_that_did_not_run_are_kept() -> None:
+    known = read(FILE.read_text())
+    own = {test for test in known if test.startswith("tests/plan/test_checks.py::")}
+    kept = of_other_files({test: known[test] for test in list(own)[:1]})
+    assert own and kept == {test: cases for test, cases in known.items() if test not in own}
