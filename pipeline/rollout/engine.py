@@ -117,6 +117,11 @@ class EngineLoop:
         def grant(engine: Any) -> None:
             lease.granted = True
             self._leases.add(lease)
+            # Its first commands may have come after another command `when_idle`, which waits for them from now on.
+            ahead = [command for command in self._waiting if command.lease is lease]
+            others = [command for command in self._waiting if command.lease is not lease]
+            self._waiting.clear()
+            self._waiting.extend([*ahead, *others])
 
         self.call(grant)
         return lease

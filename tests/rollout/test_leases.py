@@ -56,6 +56,20 @@ def test_a_lease_behind_a_load_begins_with_the_new_version(free: Loop) -> None:
     assert texts(early) == ["early v1-1"]
 
 
+def test_a_lease_between_two_loads_has_its_turns_before_the_second(free: Loop) -> None:
+    first = free.loop.lease()
+    assert turn(free.loop, first) == "turn v0-0"
+    loads = [free.loop.call(lambda engine: engine.load(1), when_idle=True)]
+    second = free.loop.lease()
+    loads.append(free.loop.call(lambda engine: engine.load(2), when_idle=True))
+    early = free.loop.submit([("early", 1)], lease=second)
+    free.loop.give_back(first)
+    assert loads[0].result(WAIT) == 1
+    assert texts(early) == ["early v1-1"] and not loads[1].done()
+    free.loop.give_back(second)
+    assert loads[1].result(WAIT) == 2
+
+
 def test_an_update_runs_between_turns_but_not_of_episodes_of_one_version(free: Loop) -> None:
     training, validation = free.loop.lease(), free.loop.lease(one_version=True)
     assert turn(free.loop, validation) == "turn v0-0"
