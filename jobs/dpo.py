@@ -1,8 +1,8 @@
 """Learn preferences: `python -m jobs.dpo out=DIR model.path=MODEL data.train_files=FILES [key=value ...]`.
 
-Files are parquet with a prompt and two answers, `chosen` and `rejected`; the first is preferred. The start model holds
-the model: its log-probs are computed in a first pass over the rows. `python -m jobs.prepare pairs` makes pairs from the
-recorded answers of a run. `--help` lists all settings.
+Files are parquet with a prompt and two answers, `chosen` and `rejected`; the first is preferred. The policy is held
+close to its start model, whose log-probs are computed in a first pass over the rows. `python -m jobs.prepare pairs`
+makes pairs from the recorded answers of a run. `--help` lists all settings.
 
     python -m jobs.dpo out=models/dpo model.path=models/warm data.train_files=data/pairs/train.parquet
     python -m jobs.dpo out=models/ipo model.path=Qwen/Qwen2.5-0.5B-Instruct loss.type=ipo loss.beta=0.1 \\

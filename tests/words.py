@@ -23,18 +23,19 @@ ROOT = Path(__file__).parents[1]
 CEILINGS = Path(__file__).with_suffix(".json")
 FOLDERS = ("pipeline", "jobs", "benchmarks")
 TURNS = {
-    "of which": r"\b(?:of which|those of|that of|those that|those which)\b",
-    "is no": r"\b(?:is|are|was|were) no\b",
-    "where": r"\bwhere\b",
-    "beside": r"\bbeside\b",
-    "behind": r"\bbehind\b",
-    "alone": r"\balone\b",
-    "anew": r"\banew\b",
-    "whoever": r"\b(?:whoever|whatever|nobody)\b",
-    "person": r"\b(?:asks|asked|tells|told|plays|played|says|said|hears|heard|obeys|mourns)\b",
+    "of which": r"(?i)\b(?:of which|those of|that of|those that|those which)\b",
+    "is no": r"(?i)\b(?:is|are|was|were) no\b",
+    "where": r"(?i)\bwhere\b",
+    "beside": r"(?i)\bbeside\b",
+    "behind": r"(?i)\bbehind\b",
+    "alone": r"(?i)\balone\b",
+    "anew": r"(?i)\banew\b",
+    "whoever": r"(?i)\b(?:whoever|whatever|nobody)\b",
+    "person": r"(?i)\b(?:asks|asked|tells|told|plays|played|says|said|hears|heard|obeys|mourns)\b",
     "begins with what": r"\A(?:What|Whether|Why|Of|As|Its|Those)\b",
 }
-"""Each turn by its name, as a regular expression. The last one looks at the beginnings of docstrings."""
+"""Each turn by its name, as a regular expression. The last one looks at the beginnings of docstrings: a comment begins
+with its sign."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,11 @@ class Text:
         path: of its file, below the root.
         line: number of its first line.
         words: the text, without code in backticks.
-        docstring: whether it is one.
     """
 
     path: str
     line: int
     words: str
-    docstring: bool
 
 
 def texts(folders: Sequence[str] = FOLDERS) -> Iterator[Text]:
@@ -65,10 +64,10 @@ def texts(folders: Sequence[str] = FOLDERS) -> Iterator[Text]:
                 and isinstance(node.value, ast.Constant)
                 and isinstance(node.value.value, str)
             ):
-                yield Text(name, node.lineno, without_code(node.value.value), True)
+                yield Text(name, node.lineno, without_code(node.value.value))
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
-                yield Text(name, token.start[0], without_code(token.string), False)
+                yield Text(name, token.start[0], without_code(token.string))
 
 
 def without_code(text: str) -> str:
@@ -79,13 +78,7 @@ def without_code(text: str) -> str:
 
 def found(text: Text) -> Counter[str]:
     """How often each turn stands in `text`."""
-    return Counter(
-        {
-            turn: len(re.findall(pattern, text.words, re.IGNORECASE if not pattern.startswith(r"\A") else 0))
-            for turn, pattern in TURNS.items()
-            if text.docstring or not pattern.startswith(r"\A")
-        }
-    )
+    return Counter({turn: len(re.findall(pattern, text.words)) for turn, pattern in TURNS.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
