@@ -1,10 +1,10 @@
-"""Preference learning (DPO, IPO, ...): the policy against the model that it starts from, on fixed preferences.
+"""Preference learning (DPO, IPO, ...): the policy against its start model, on fixed preferences.
 
-1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows
-   gives the reference's log-probs, and no second model is ever loaded. They are kept by the row's number, two numbers
-   for a pair, on every rank: rows come in another order, and to other ranks, in each epoch. A frozen copy would give
-   the same numbers for the memory of another model, and for one more pass over it in every epoch.
-2. Both answers of a pair run in one forward pass, behind one copy of their prompt (`models/sharing.py`).
+1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows gives
+   the reference's log-probs, and no second model is ever loaded. Every rank keeps them by the row's number, two numbers
+   for a pair, because rows come in another order, and to other ranks, in each epoch. A frozen copy would give the same
+   numbers, but would need the memory of another model, and one more pass over it in every epoch.
+2. Both answers of a pair run in one forward pass, after one copy of their prompt (`models/sharing.py`).
 3. The loss is a mean over the pairs of the global batch (`loop.py`).
 """
 
@@ -84,7 +84,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
     @torch.no_grad()
     def score(self, table: pa.Table) -> np.ndarray:
-        """Log-probs of both answers of each row, [R, 2] float64, 0 for absent ones; a collective."""
+        """Compute the log-probs of both answers of each row, [R, 2] float64, 0 for absent ones; a collective."""
         self.model.eval()
         scores = np.zeros((len(table), len(SIDES)))
         for index in self.micro_batches(self.lengths(table)):
@@ -163,8 +163,8 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return share_prefixes(answers.tokens, members, self.config.trainer.max_token_len_per_gpu, self._shared)
 
     def lengths(self, table: pa.Table) -> list[int]:
-        """Tokens of each row; padded, in a micro-batch in which it is the longest."""
-        answers = Answers.of(table, SIDES)
+        """Count the tokens of each row; if padded, for a micro-batch in which it is the longest row."""
+        answers = Answers.of(table)
         lengths = []
         for members in answers.of_row(len(table)):
             of_packs = answers.tokens.pack_lengths(self._packs(answers, members))
@@ -172,8 +172,9 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return lengths
 
     def _forward(self, part: pa.Table) -> tuple[Answers, Tensor, Tensor]:
-        """The answers of a micro-batch, and for each the sum [C] float64 of its log-probs and its learnt tokens [C]."""
-        answers = Answers.of(part, SIDES)
+        """Run a micro-batch; returns its answers, and for each the sum of its log-probs [C] float64 and its number of
+        learnt tokens [C]."""
+        answers = Answers.of(part)
         packs = [one for members in answers.of_row(len(part)) for one in self._packs(answers, members)]
         inputs = pack(answers.tokens, packs, read=answers.learnt, packed=self.packed).to(self.device)
         log_probs = self.model(
@@ -190,5 +191,5 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
 
 def _correct(data: PreferenceInput) -> Tensor:
-    """[C] 1 for each pair whose chosen answer has the larger reward, half if both are equal."""
+    """Return [C] 1 for each pair whose chosen answer has the larger reward, half if both are equal."""
     return (torch.sign((data.chosen - data.rejected).detach()) + 1) / 2

@@ -1,8 +1,8 @@
 """Pairs as token rows: one prompt, and the answers `chosen` and `rejected` to it.
 
-1. A prompt is tokenised as when the policy generates, and each answer of the assistant apart from what stands before it
-   (`sft.py`). So both sides follow the same tokens.
-2. Each row has its number in the files, by which the log-probs of the reference are kept (`dpo.py`).
+1. A prompt is tokenised as when the policy generates. Each answer of the assistant is tokenised separately from the
+   text before it (`sft.py`). So both sides follow the same tokens.
+2. Each row has its number in the files, by which the reference's log-probs are kept (`dpo.py`).
 """
 
 from typing import Any, NamedTuple
@@ -215,14 +215,14 @@ class Answers(NamedTuple):
     row: np.ndarray
     """[C] int64, ascending: number of each answer's row in the table."""
     side: np.ndarray
-    """[C] int64, the index of each answer's side in the requested sides."""
+    """[C] int64, the index of each answer's side in `SIDES`."""
 
     @classmethod
-    def of(cls, table: pa.Table, sides: tuple[str, ...]) -> "Answers":
-        """Collect the answers of these sides, row by row; absent ones are left out."""
+    def of(cls, table: pa.Table) -> "Answers":
+        """Collect the answers of both sides, row by row; absent ones are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
-        ids, offsets = zip(*(flat(table, f"{side}_ids") for side in sides), strict=True)
-        masks = [flat(table, f"{side}_mask")[0] for side in sides]
+        ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)
+        masks = [flat(table, f"{side}_mask")[0] for side in SIDES]
         counts = np.stack([np.diff(ends) for ends in offsets], axis=1)
         row, side = np.nonzero(counts)
         base = np.cumsum([0, *(len(values) for values in ids[:-1])])
