@@ -10,10 +10,10 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
+from pipeline.agent.arguments import mistake, whole
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.replies import Returned, checked, checked_content, checked_result
-from pipeline.agent.schema import mistake, whole
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Session:
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
-        # A server's schema may have many forms, and an answer many values; each value is tried on each form.
+        # It may take `CHECK_S`.
         problem = await asyncio.to_thread(mistake, self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)

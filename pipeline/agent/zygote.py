@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.agent import frames
+from pipeline.agent.arguments import check_schema
 from pipeline.agent.host import END_S, START
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config.agent import AgentConfig
@@ -123,6 +124,11 @@ class Zygote:
             raise ValueError(f"agent.python: {self._python}: {lost} as it began{self._last_line()}") from None
         if "refused" in first:
             raise ValueError(first["refused"])
+        for schema in first["tools"]:
+            try:
+                await asyncio.to_thread(check_schema, schema)
+            except ValueError as error:
+                raise ValueError(f"agent.tools: {error}") from None
         return Loaded(**first)
 
     def _last_line(self) -> str:
