@@ -195,8 +195,8 @@ def test_a_schema_that_is_none_is_refused(parameters: Any, words: str) -> None:
 
 def test_sentences_are_short() -> None:
     many = tool(**{f"argument_{number}": {} for number in range(10_000)})
-    for given in ({"y" * 10_000: 1}, {"argument_1": 10**400}):
-        found = str(mistake(many, given))
+    for hostile in ({"y" * 10_000: 1}, {"argument_1": 10**400}):
+        found = str(mistake(many, hostile))
         assert found and len(found) < 500
     deep = {"x": {"a": {"b" * 10_000: ["c" * 10_000]}}}
     inner = {"additionalProperties": {"items": {"type": "integer"}}}
