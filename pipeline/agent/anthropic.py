@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from pipeline.agent.frames import MAX_MESSAGES
+from pipeline.agent.inside.frames import MAX_MESSAGES
 from pipeline.agent.refused import Refused
 from pipeline.errors import short_reason
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.agent.frames import MAX_HEARD, heard
+from pipeline.agent.inside.frames import MAX_HEARD, heard
 from pipeline.agent.refused import Refused
 
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 47}

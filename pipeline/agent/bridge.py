@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent import Call
 from pipeline.agent.control import clean
-from pipeline.agent.forms import call_id
+from pipeline.agent.inside.forms import call_id
+from pipeline.agent.inside.interface import Call
 from pipeline.agent.proof import Proof, prove
 from pipeline.agent.template import FORMS, QUESTION, Template, common_prefix, said
 from pipeline.omissions import remedy

@@ -13,10 +13,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent import Call, Message
 from pipeline.agent.bridge import Bridge
-from pipeline.agent.forms import call_id
-from pipeline.agent.frames import depth, loads
+from pipeline.agent.inside.forms import call_id
+from pipeline.agent.inside.frames import depth, loads
+from pipeline.agent.inside.interface import Call, Message
 from pipeline.agent.template import QUESTION
 from pipeline.errors import short_reason
 from pipeline.omissions import remedy

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.agent import Call
+from pipeline.agent.inside.interface import Call
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
 

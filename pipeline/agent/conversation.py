@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.context import Context
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
+from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
+from pipeline.agent.inside.interface import EpisodeOver, Message
 from pipeline.agent.language import TOKEN, Language
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer

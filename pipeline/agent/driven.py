@@ -2,11 +2,11 @@
 
 from typing import Any, Protocol
 
-from pipeline.agent import EpisodeOver
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.inside.interface import EpisodeOver
+from pipeline.agent.inside.replies import Returned
 from pipeline.agent.questions import Chat
-from pipeline.agent.replies import Returned
 
 
 class Program(Protocol):

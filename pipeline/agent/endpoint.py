@@ -26,11 +26,11 @@ from typing import Any
 
 from aiohttp import http_exceptions, web
 
-from pipeline.agent import EpisodeOver
 from pipeline.agent.bodies import as_json, read
-from pipeline.agent.chats import MAX_CHATS
-from pipeline.agent.forms import tool_call
-from pipeline.agent.frames import MAX_HEARD
+from pipeline.agent.inside.chat_client import MAX_CHATS
+from pipeline.agent.inside.forms import tool_call
+from pipeline.agent.inside.frames import MAX_HEARD
+from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.questions import Chat, ChatFailed
 from pipeline.agent.refused import Refused

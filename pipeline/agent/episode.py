@@ -11,7 +11,7 @@ from pipeline.agent.context import Context
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
-from pipeline.agent.forms import joined
+from pipeline.agent.inside.forms import joined
 from pipeline.agent.language import Language
 from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig

@@ -3,9 +3,9 @@
 from typing import Any
 
 from pipeline.agent.calls import MAX_DEPTH
-from pipeline.agent.forms import tool_call
-from pipeline.agent.frames import MAX_MESSAGES, MAX_TOOLS, depth
-from pipeline.agent.schema import NAME
+from pipeline.agent.inside.forms import tool_call
+from pipeline.agent.inside.frames import MAX_MESSAGES, MAX_TOOLS, depth
+from pipeline.agent.inside.schema import NAME
 from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

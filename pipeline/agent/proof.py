@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipeline.agent import Call
-from pipeline.agent.forms import call_id
+from pipeline.agent.inside.forms import call_id
+from pipeline.agent.inside.interface import Call
 from pipeline.agent.template import QUESTION, Template, Way, answering, common_prefix, said
 from pipeline.omissions import remedy
 

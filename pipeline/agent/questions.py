@@ -1,11 +1,11 @@
-"""The chats that a program requests by frames (`chats.py`), on the run's side."""
+"""The chats that a program requests by frames (`chat_client.py`), on the run's side."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.chats import MAX_CHATS
+from pipeline.agent.inside.chat_client import MAX_CHATS
+from pipeline.agent.inside.interface import EpisodeOver, Message
 from pipeline.agent.messages import checked_messages, checked_tools
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Questions:
                 self._asking[number].cancel()
             return
         while len(self._tasks) >= MAX_CHATS:
-            # A program that uses `chats.Chats` does not send more; any other has to wait.
+            # A program that uses `chat_client.Chats` does not send more; any other has to wait.
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         task = self._group.create_task(self._answer(number, frame))
         self._tasks.add(task)

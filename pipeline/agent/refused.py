@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from pipeline.agent.frames import MAX_REASON, cut
+from pipeline.agent.inside.frames import MAX_REASON, cut
 
 MAX_PARAM = 200  # characters
 

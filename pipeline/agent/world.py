@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeline.agent import Call, Content, Message, Observation
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.replies import MAX_PARTS
+from pipeline.agent.inside.interface import Call, Content, Message, Observation
+from pipeline.agent.inside.replies import MAX_PARTS
 from pipeline.config.agent import AgentConfig
 
 

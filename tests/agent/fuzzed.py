@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.agent import Call
-from pipeline.agent.frames import MAX_REASON
+from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.config import Config
 from pipeline.rollout.vllm import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint import Line
-from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES
+from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES
 from tests.agent.test_endpoint import talk
 from tests.agent.test_episode import Policy, text
 from tests.agent.test_program import user

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.agent import Call
 from pipeline.agent.bridge import Bridge
 from pipeline.agent.calls import Reader, why
-from pipeline.agent.schema import mistake
+from pipeline.agent.inside.schema import mistake
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.hostile_values import call as hostile

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.frames import MAX_REASON, MAX_TEXT
+from pipeline.agent.inside.frames import MAX_REASON, MAX_TEXT
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run

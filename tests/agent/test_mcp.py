@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.load import load
-from pipeline.agent.mcp_client import LIMIT, Server
-from pipeline.agent.mcp_streams import is_meant
+from pipeline.agent.inside.load import load
+from pipeline.agent.inside.mcp_client import LIMIT, Server
+from pipeline.agent.inside.mcp_streams import is_meant
+from pipeline.agent.inside.remote import ServerFailed
 from pipeline.agent.processes import Processes
-from pipeline.agent.remote import ServerFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run

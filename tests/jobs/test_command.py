@@ -79,7 +79,7 @@ EXTRAS = ("anthropic", "mcp", "openai", "tensorboard", "tree_sitter", "tree_sitt
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
-import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.load, pipeline.track.loggers
+import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.inside.load, pipeline.track.loggers
 from jobs.from_verl import main
 sys.exit(main(["run.sh"]))
 """

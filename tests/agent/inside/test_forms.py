@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Call, Message
-from pipeline.agent.forms import (
+from pipeline.agent.inside.forms import (
     NEW_CONTEXT,
     as_recorded,
     for_template,
@@ -18,7 +18,7 @@ from pipeline.agent.forms import (
     tool_call,
 )
 
-PIPELINE = Path(__file__).resolve().parents[2] / "pipeline"
+PIPELINE = Path(__file__).resolve().parents[3] / "pipeline"
 
 
 def test_an_answer_goes_from_one_form_to_the_other_and_back() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent.calls import example
-from pipeline.agent.schema import mistake, schema_of, whole
+from pipeline.agent.inside.schema import mistake, schema_of, whole
 from tests.agent.hostile_values import NAMES, SCHEMAS, VALUES
 
 

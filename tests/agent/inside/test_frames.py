@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pipeline.agent.frames import (
+from pipeline.agent.inside.frames import (
     HEADER,
     MAX_HEARD,
     MAX_LEVELS,

@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.agent import Environment, Message, Observation
-from pipeline.agent.schema import schema_of
+from pipeline.agent.inside.interface import Environment, Message, Observation
+from pipeline.agent.inside.schema import schema_of
 
 FUNCTION_TOOLS = "verl.tools.function_tool"
 

@@ -29,8 +29,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load, own_process
-from pipeline.agent.replies import LATE, THREAD_S, Replies, children
+from pipeline.agent.inside import frames, load, own_process
+from pipeline.agent.inside.replies import LATE, THREAD_S, Replies, children
 
 MEMORY = 4 << 30
 """Memory limit of an episode process, on top of the memory after import (bytes)."""
@@ -58,8 +58,8 @@ else:
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     package.agent, package.imports = sys.modules["pipeline.agent"], sys.modules["pipeline.imports"]
-from pipeline.agent import host
-getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
+from pipeline.agent.inside import main
+getattr(main, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
 """Code that every interpreter is started with, also an old one: `python -c START FUNCTION SETTINGS DESCRIPTOR...`.
 Without `path`, the interpreter is not the run's own, and can import only the parts of `pipeline` that it needs."""
@@ -141,7 +141,7 @@ class Zygote:
         process, refused = os.getpid(), ""
         try:
             if settings["isolation"] != "none":
-                from pipeline.agent import isolation
+                from pipeline.agent.inside import isolation
 
                 isolation.enter(settings)
                 process = os.getpid()  # it is process 1 now

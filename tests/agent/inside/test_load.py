@@ -1,7 +1,5 @@
 """What the settings name is loaded, or refused in a sentence."""
 
-import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +9,10 @@ import pytest
 
 from pipeline.agent import Message
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.load import load
+from pipeline.agent.inside.load import load
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, WORLDS, run
-
-PACKAGE = Path(__file__).resolve().parents[2] / "pipeline" / "agent"
-PORTABLE = ("__init__", "schema", "frames", "forms", "load", "chats", "command", "replies", "host", "verl")
-PORTABLE += (
-    "own_process",
-    "remote",
-    "isolation",
-    "../reward/sandbox/inside/limits",
-    "../reward/sandbox/inside/namespaces",
-    "../imports/__init__",
-)
-WITH_PACKAGES = ("mcp_client", "openenv")  # imported where the settings name a server
 
 
 @pytest.fixture(scope="module")
@@ -256,26 +242,6 @@ def test_an_interpreter_that_does_not_fit_is_a_sentence(tmp_path: Path) -> None:
 def test_an_interpreter_without_the_package_of_a_client(bare: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         raise ValueError(refusal(AgentConfig(python=bare, **settings)))
-
-
-@pytest.mark.parametrize("name", PORTABLE)
-def test_what_other_interpreters_load_is_python_3_9_and_standard_library(name: str) -> None:
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text(), feature_version=(3, 9))
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names if not node.level]
-        for module in names:
-            own = module.startswith("pipeline.agent.") and portable(module)
-            own = own or module == "pipeline.imports"
-            own = own or f"../{module[len('pipeline.') :].replace('.', '/')}" in PORTABLE
-            yaml = name == "verl" and module == "yaml"  # only where it is given such a file
-            assert own or yaml or module.split(".")[0] in sys.stdlib_module_names, module
-
-
-def portable(module: str) -> bool:
-    part = module.split(".")[2]
-    return part in PORTABLE + WITH_PACKAGES or not os.path.exists(PACKAGE / f"{part}.py")
 
 
 CROWDED = """

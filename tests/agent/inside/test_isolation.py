@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.agent import Message, Observation, isolation
+from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
+from pipeline.agent.inside import isolation
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, depth, marked, outcome, wait_until_gone
 from tests.agent.test_processes import ROW, WORLDS, run
 
-ROOT = Path(__file__).resolve().parents[2]
-APART = Path(__file__).with_name("apart.py")
+ROOT = Path(__file__).resolve().parents[3]
+APART = Path(__file__).parents[1] / "apart.py"
 SETPRIV = ("setpriv", "--bounding-set=-sys_admin")
 WALLS = ("namespaces", "user namespaces")
 

@@ -9,13 +9,13 @@ import pytest
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.conversation import Answer
 from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.inside.replies import Returned
 from pipeline.agent.processes import Processes
-from pipeline.agent.replies import Returned
 from pipeline.agent.session import Session
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import run
 
-PROGRAMS = str(Path(__file__).parent / "programs.py")
+PROGRAMS = str(Path(__file__).parents[1] / "programs.py")
 PROMPT = [{"role": "user", "content": "5"}]
 
 

@@ -37,11 +37,11 @@ from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
-from pipeline.agent import ToolError
-from pipeline.agent.frames import MAX_FRAME, MAX_TOOLS, MAX_VALUES
-from pipeline.agent.mcp_streams import Read, Watch, Written, is_meant
-from pipeline.agent.remote import ServerFailed, cause, without_login
-from pipeline.agent.schema import NAME
+from pipeline.agent.inside.frames import MAX_FRAME, MAX_TOOLS, MAX_VALUES
+from pipeline.agent.inside.interface import ToolError
+from pipeline.agent.inside.mcp_streams import Read, Watch, Written, is_meant
+from pipeline.agent.inside.remote import ServerFailed, cause, without_login
+from pipeline.agent.inside.schema import NAME
 
 LIMIT = MAX_FRAME
 END_S = 1.0  # seconds in which a server must end by itself after its input is closed

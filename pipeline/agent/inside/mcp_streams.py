@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 
-from pipeline.agent.frames import MAX_MESSAGES
+from pipeline.agent.inside.frames import MAX_MESSAGES
 
 
 class Watch:

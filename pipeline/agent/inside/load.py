@@ -19,13 +19,14 @@ from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline import imports
-from pipeline.agent import Environment, verl
-from pipeline.agent.frames import cut, text_of
-from pipeline.agent.remote import MCP, OPENENV, ServerFailed
-from pipeline.agent.schema import mark_of, schema_of
+from pipeline.agent.inside import verl
+from pipeline.agent.inside.frames import cut, text_of
+from pipeline.agent.inside.interface import Environment
+from pipeline.agent.inside.remote import MCP, OPENENV, ServerFailed
+from pipeline.agent.inside.schema import mark_of, schema_of
 
 if TYPE_CHECKING:
-    from pipeline.agent.mcp_client import Server
+    from pipeline.agent.inside.mcp_client import Server
 
 MAX_ERROR = 1000  # characters
 
@@ -208,7 +209,7 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
 def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> None:
     """Load the environment of an OpenEnv server."""
     try:
-        from pipeline.agent.openenv import OpenEnv
+        from pipeline.agent.inside.openenv import OpenEnv
     except ImportError as error:
         raise ValueError(_lacking("agent.environment", spec, "websockets", error)) from None
     try:
@@ -228,7 +229,7 @@ def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> 
 def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
     """Load the tools of an MCP server."""
     try:
-        from pipeline.agent.mcp_client import Server
+        from pipeline.agent.inside.mcp_client import Server
     except ImportError as error:
         raise ValueError(_lacking(key, spec, "mcp, from version 2 on,", error)) from None
     server = Server(key, spec[len(MCP) :].strip())

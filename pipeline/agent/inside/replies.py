@@ -11,7 +11,8 @@ answer for each request, in order:
     {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
 and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} if the user's code failed. A running program sends its
-chats as further frames (`chats.py`). After a `close` that leaves the process free, `open` may begin another episode.
+chats as further frames (`chat_client.py`). After a `close` that leaves the process free, `open` may begin another
+episode.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command
-from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
-from pipeline.agent.load import MAX_ERROR, Code
+from pipeline.agent.inside import chat_client, command
+from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
+from pipeline.agent.inside.interface import Call, Environment, Message, Observation, ToolError
+from pipeline.agent.inside.load import MAX_ERROR, Code
 
 # The bounds of `pipeline/reward/result.py`, which these processes do not have.
 FLOAT32_MAX = 3.4028234663852886e38
@@ -115,7 +117,7 @@ class Replies:
         # The user's code may raise anything, `SystemExit` included; its row carries the error, which is counted.
         except BaseException as error:  # noqa: BLE001
             self._exit_code = _exit_code(error)
-            if request["do"] == "run" and chats.passed_over(error):
+            if request["do"] == "run" and chat_client.passed_over(error):
                 return encode({"id": number, "over": cut(text_of(error), MAX_ERROR)})
             return encode({"id": number, "error": self._code.words(error)})
         try:
@@ -209,7 +211,7 @@ class Replies:
 
         async def run() -> Any:
             assert program is not None
-            asking = chats.Chats(self._connection, send)
+            asking = chat_client.Chats(self._connection, send)
             try:
                 return await program(request["row"], asking.chat)
             finally:

@@ -18,7 +18,7 @@ import resource
 import sys
 from typing import Any
 
-from pipeline.agent import load, own_process
+from pipeline.agent.inside import load, own_process
 from pipeline.reward.sandbox.inside import limits, namespaces
 
 TEMP = 1 << 30
@@ -36,7 +36,7 @@ def enter(settings: dict[str, Any]) -> None:
     The function returns in a child that is process 1 of its namespaces; the calling process waits for its end.
 
     Args:
-        settings: settings of `host.keep`.
+        settings: settings of `main.keep`.
 
     Raises:
         ValueError: this machine cannot isolate processes, or too much would be visible.
@@ -69,7 +69,7 @@ def shown(settings: dict[str, Any]) -> list[str]:
     """List the folders and files that the processes see in addition to the system's.
 
     Args:
-        settings: settings of `host.keep`.
+        settings: settings of `main.keep`.
 
     Raises:
         ValueError: the home folder or `/tmp` would be among them.

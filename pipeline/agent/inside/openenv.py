@@ -21,9 +21,9 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from pipeline.agent import Environment, Message, Observation
-from pipeline.agent.frames import MAX_FRAME, cut, decode
-from pipeline.agent.remote import ServerFailed, cause, without_login
+from pipeline.agent.inside.frames import MAX_FRAME, cut, decode
+from pipeline.agent.inside.interface import Environment, Message, Observation
+from pipeline.agent.inside.remote import ServerFailed, cause, without_login
 
 CLOSE_S = 2.0  # seconds in which the server must take leave
 ROOM_S = 0.5  # seconds until a server that has no room for another episode is asked again

@@ -18,9 +18,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.agent import Call, EpisodeOver, Message
-from pipeline.agent.forms import tool_call
-from pipeline.agent.frames import HEADER, decode, length_of
+from pipeline.agent.inside.forms import tool_call
+from pipeline.agent.inside.frames import HEADER, decode, length_of
+from pipeline.agent.inside.interface import Call, EpisodeOver, Message
 
 MAX_CHATS = 64
 """Chats of one episode that may wait for answers at once; further chats wait until one of them has its answer."""

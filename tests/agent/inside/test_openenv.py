@@ -161,7 +161,7 @@ def test_an_episode(game: Game) -> None:
 def test_how_answers_become_actions_and_observations_text(
     game: Game, kwargs: dict[str, Any], answer: str, content: str
 ) -> None:
-    from pipeline.agent.openenv import OpenEnv
+    from pipeline.agent.inside.openenv import OpenEnv
 
     environment = OpenEnv(f"http://127.0.0.1:{game.port}/ws", 10, **{"action_field": "guess", **kwargs})
     if "observation_field" not in kwargs:

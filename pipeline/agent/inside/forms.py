@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.agent import Message
+from pipeline.agent.inside.interface import Message
 
 NEW_CONTEXT = "new_context"
 """Key in the first message of each conversation after the first in the column `messages`; its value is true."""

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.load import load
+from pipeline.agent.inside.load import load
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
