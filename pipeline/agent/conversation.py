@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from pipeline.agent.context import Context
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
-from pipeline.agent.inside.interface import EpisodeOver, Message
-from pipeline.agent.language import TOKEN, Language
+from pipeline.agent.inside.interface import EpisodeOver
+from pipeline.agent.tokens.context import Answer, Context
+from pipeline.agent.tokens.language import TOKEN, Language
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
@@ -36,21 +36,6 @@ READ_AT_ONCE = 1000
 even if no answer to it fits."""
 PIECE, SEAM = 1 << 13, 16
 """Characters of such a piece, and most tokens that the cut can add to it."""
-
-
-@dataclass
-class Answer:
-    """One answer of the policy."""
-
-    message: Message
-    malformed: str | None
-    """The reason if a tool call in the answer could not be read; else None."""
-    full: bool
-    """True if no token fits after the answer."""
-    prompt_tokens: int = 0
-    """Tokens of the request to the policy."""
-    tokens: int = 0
-    """Tokens of the answer."""
 
 
 class Conversation:

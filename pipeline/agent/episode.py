@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.agent.context import Context
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.inside.forms import joined
-from pipeline.agent.language import Language
+from pipeline.agent.tokens.context import Context
+from pipeline.agent.tokens.language import Language
 from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 

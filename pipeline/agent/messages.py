@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from pipeline.agent.calls import MAX_DEPTH
 from pipeline.agent.inside.forms import tool_call
 from pipeline.agent.inside.frames import MAX_MESSAGES, MAX_TOOLS, depth
 from pipeline.agent.inside.schema import NAME
+from pipeline.agent.tokens.calls import MAX_DEPTH
 from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -39,8 +39,8 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
     if parser == NONE:
         return model
     # These imports take seconds.
-    from pipeline.agent.bridge import Bridge
-    from pipeline.agent.calls import Reader
+    from pipeline.agent.tokens.bridge import Bridge
+    from pipeline.agent.tokens.calls import Reader
     from pipeline.config.model import ModelConfig
     from pipeline.models.tokenizer import load_tokenizer
 

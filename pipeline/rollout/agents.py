@@ -3,15 +3,15 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader
 from pipeline.agent.commanded import Command
 from pipeline.agent.endpoint import SAMPLED, Endpoint
 from pipeline.agent.episode import Opened
 from pipeline.agent.hosts import Hosts
-from pipeline.agent.language import Language
 from pipeline.agent.processes import Processes
 from pipeline.agent.session import Session
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.language import Language
 from pipeline.agent.world import World
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig

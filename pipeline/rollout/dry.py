@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.agent.calls import example
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
 from pipeline.agent.inside.interface import Call
+from pipeline.agent.tokens.calls import example
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
 from pipeline.generation import Generation

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from pipeline.agent import Message, Observation, episode
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader
-from pipeline.agent.context import joined
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.language import Language
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.context import joined
+from pipeline.agent.tokens.language import Language
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation

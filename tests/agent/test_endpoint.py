@@ -15,8 +15,8 @@ from pipeline.agent.commanded import Command
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint import Endpoint, Line
 from pipeline.agent.episode import Episode
-from pipeline.agent.language import Language
 from pipeline.agent.processes import Processes
+from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 from pipeline.rollout.agents import Agent
 from pipeline.rows import ANSWER

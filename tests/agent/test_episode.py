@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent import Call, Message, Observation, episode
-from pipeline.agent.context import joined
 from pipeline.agent.conversation import TOKEN, Ask, Language
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
+from pipeline.agent.tokens.context import joined
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation

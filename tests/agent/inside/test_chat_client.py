@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.conversation import Answer
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.replies import Returned
 from pipeline.agent.processes import Processes
 from pipeline.agent.session import Session
+from pipeline.agent.tokens.context import Answer
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import run
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.agent.calls import example
 from pipeline.agent.inside.schema import mistake, schema_of, whole
+from pipeline.agent.tokens.calls import example
 from tests.agent.hostile_values import NAMES, SCHEMAS, VALUES
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent import Call
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader, why
 from pipeline.agent.inside.schema import mistake
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import Reader, why
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.hostile_values import call as hostile

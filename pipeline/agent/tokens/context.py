@@ -7,12 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.agent.inside.interface import Call
+from pipeline.agent.inside.interface import Call, Message
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
 
 Span = tuple[int, int, float | None]
 """Kind, number of tokens, and reward of an answer or an observation."""
+
+
+@dataclass
+class Answer:
+    """One answer of the policy."""
+
+    message: Message
+    malformed: str | None
+    """The reason if a tool call in the answer could not be read; else None."""
+    full: bool
+    """True if no token fits after the answer."""
+    prompt_tokens: int = 0
+    """Tokens of the request to the policy."""
+    tokens: int = 0
+    """Tokens of the answer."""
 
 
 @dataclass

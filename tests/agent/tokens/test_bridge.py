@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.agent import Call
-from pipeline.agent.bridge import Bridge
+from pipeline.agent.tokens.bridge import Bridge
 from pipeline.models.special_tokens import special_tokens
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 

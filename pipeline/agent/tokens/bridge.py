@@ -16,11 +16,11 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.control import clean
 from pipeline.agent.inside.forms import call_id
 from pipeline.agent.inside.interface import Call
-from pipeline.agent.proof import Proof, prove
-from pipeline.agent.template import FORMS, QUESTION, Template, common_prefix, said
+from pipeline.agent.tokens.control import clean
+from pipeline.agent.tokens.proof import Proof, prove
+from pipeline.agent.tokens.template import FORMS, QUESTION, Template, common_prefix, said
 from pipeline.omissions import remedy
 
 if TYPE_CHECKING:

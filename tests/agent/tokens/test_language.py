@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.language import MAX_TOOL_LISTS, Language
+from pipeline.agent.tokens.language import MAX_TOOL_LISTS, Language
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_episode import Policy, ToyBridge, ToyReader, text
 from tests.agent.test_program import TOOL, user

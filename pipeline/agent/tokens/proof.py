@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.agent.inside.forms import call_id
 from pipeline.agent.inside.interface import Call
-from pipeline.agent.template import QUESTION, Template, Way, answering, common_prefix, said
+from pipeline.agent.tokens.template import QUESTION, Template, Way, answering, common_prefix, said
 from pipeline.omissions import remedy
 
 ANSWERS = ("Yes.", "12", "a\n", "é 中 😀")

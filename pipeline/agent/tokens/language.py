@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import Reader
 from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.agent.control import tokens_of
 from pipeline.agent.inside.forms import call_id, tool_call
 from pipeline.agent.inside.interface import Call
+from pipeline.agent.tokens.control import tokens_of
 from pipeline.errors import short_reason
 
 if TYPE_CHECKING:

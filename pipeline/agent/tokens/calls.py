@@ -13,11 +13,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.bridge import Bridge
 from pipeline.agent.inside.forms import call_id
 from pipeline.agent.inside.frames import depth, loads
 from pipeline.agent.inside.interface import Call, Message
-from pipeline.agent.template import QUESTION
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.template import QUESTION
 from pipeline.errors import short_reason
 from pipeline.omissions import remedy
 
