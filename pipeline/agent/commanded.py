@@ -3,11 +3,11 @@
 import asyncio
 from typing import Any
 
-from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.endpoint.chat_server import Chat
+from pipeline.agent.endpoint.server import Endpoint, Line
 from pipeline.agent.errors import CommandFailed
 from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.inside.replies import Returned
-from pipeline.agent.questions import Chat
 from pipeline.agent.session import Session
 
 

@@ -3,10 +3,10 @@
 from typing import Any, Protocol
 
 from pipeline.agent.conversation import Conversation
+from pipeline.agent.endpoint.chat_server import Chat
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.inside.replies import Returned
-from pipeline.agent.questions import Chat
 
 
 class Program(Protocol):

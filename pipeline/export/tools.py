@@ -1,6 +1,7 @@
 """The tool calls of a served model: vLLM's parser that reads them, or a refusal of requests with tools.
 
-The parser is proven as before a run (`agent/calls.py`): it must read a call that the model's own chat template writes.
+The parser is proven as before a run (`agent/tokens/calls.py`): it must read a call that the model's own chat template
+writes.
 """
 
 import json

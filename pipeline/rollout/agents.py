@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent.commanded import Command
-from pipeline.agent.endpoint import SAMPLED, Endpoint
+from pipeline.agent.endpoint.server import SAMPLED, Endpoint
 from pipeline.agent.episode import Opened
 from pipeline.agent.hosts import Hosts
 from pipeline.agent.processes import Processes

@@ -9,12 +9,12 @@ import pytest
 
 from pipeline.agent import EpisodeOver, episode
 from pipeline.agent.conversation import Ask, Conversation
+from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.forms import split
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.agent.inside.replies import Returned
-from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.tokens.context import Answer, joined
 from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig

@@ -13,7 +13,7 @@ import pytest
 from pipeline.agent import Message, episode
 from pipeline.agent.commanded import Command
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.endpoint.server import Endpoint, Line
 from pipeline.agent.episode import Episode
 from pipeline.agent.processes import Processes
 from pipeline.agent.tokens.language import Language
@@ -441,7 +441,7 @@ def test_a_command_that_is_no_program() -> None:
     asyncio.run(main())
 
 
-CLIENT = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
+CLIENT = str(Path(__file__).parents[3] / "examples" / "agents" / "higher_lower_client.py")
 WAYS: list[dict[str, Any]] = [{"command": ["python", CLIENT]}, {"command": [], "program": f"{CLIENT}:play"}]
 
 
@@ -456,7 +456,7 @@ def test_the_example_plays_higher_lower(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("guesses", [("40", "x", "3"), ("40", "1")])
 def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str, ...]) -> None:
     """The number is 1. Of 32 numbers that the first guess can exclude, 40 excludes 24, and of 20 then, 3 excludes 3."""
-    folder = Path(__file__).parents[2] / "examples" / "agents"
+    folder = Path(__file__).parents[3] / "examples" / "agents"
     game = runpy.run_path(str(folder / "higher_lower.py"))["HigherLower"](guesses=3, worth=0.5)
     game.open(ROW, 7)
     played = command("", Policy(*guesses), env_vars={"GUESSES": "3", "WORTH": "0.5"}, **WAYS[1])

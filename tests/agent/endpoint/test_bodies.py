@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint import Line
+from pipeline.agent.endpoint.server import Line
 from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES
-from tests.agent.test_endpoint import talk
+from tests.agent.endpoint.test_server import talk
 from tests.agent.test_episode import Policy, text
 from tests.agent.test_program import user
 

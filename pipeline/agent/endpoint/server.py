@@ -26,14 +26,14 @@ from typing import Any
 
 from aiohttp import http_exceptions, web
 
-from pipeline.agent.bodies import as_json, read
+from pipeline.agent.endpoint.bodies import as_json, read
+from pipeline.agent.endpoint.chat_server import Chat, ChatFailed
+from pipeline.agent.endpoint.messages import checked_messages, checked_tools
+from pipeline.agent.endpoint.refused import Refused
 from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.forms import tool_call
 from pipeline.agent.inside.frames import MAX_HEARD
 from pipeline.agent.inside.interface import EpisodeOver
-from pipeline.agent.messages import checked_messages, checked_tools
-from pipeline.agent.questions import Chat, ChatFailed
-from pipeline.agent.refused import Refused
 
 IGNORED = (
     *("model", "user", "seed", "store", "metadata", "service_tier"),
@@ -293,7 +293,7 @@ class Endpoint:
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         # The import takes half a second, so it runs only if a client uses this protocol.
-        anthropic = await asyncio.to_thread(importlib.import_module, "pipeline.agent.anthropic")
+        anthropic = await asyncio.to_thread(importlib.import_module, "pipeline.agent.endpoint.anthropic")
         try:
             completion, asked = await self._answer(request, anthropic.as_completion)
         except Refused as refused:

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
+from pipeline.agent.endpoint.refused import Refused
 from pipeline.agent.inside.frames import MAX_MESSAGES
-from pipeline.agent.refused import Refused
 from pipeline.errors import short_reason
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}

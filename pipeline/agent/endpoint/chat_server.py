@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.interface import EpisodeOver, Message
-from pipeline.agent.messages import checked_messages, checked_tools
 
 if TYPE_CHECKING:
     from pipeline.agent.conversation import Answer

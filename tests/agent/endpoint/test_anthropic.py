@@ -6,8 +6,8 @@ import anthropic
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint import Line
-from tests.agent.test_endpoint import talk
+from pipeline.agent.endpoint.server import Line
+from tests.agent.endpoint.test_server import talk
 from tests.agent.test_episode import Policy, text
 from tests.agent.test_program import user
 
@@ -65,7 +65,7 @@ def test_tools_are_called_and_answered(stream: bool) -> None:
 
 
 def test_thinking_comes_first_and_may_be_sent_back() -> None:
-    from pipeline.agent.anthropic import as_completion, message, streamed
+    from pipeline.agent.endpoint.anthropic import as_completion, message, streamed
 
     calls = [{"id": "c", "type": "function", "function": {"name": "calc", "arguments": '{"x": 1}'}}]
     said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls}

@@ -6,8 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
+from pipeline.agent.endpoint.refused import Refused
 from pipeline.agent.inside.frames import MAX_HEARD, heard
-from pipeline.agent.refused import Refused
 
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 """Bits of zlib's window by the encoding of a body."""
