@@ -205,7 +205,7 @@ def test_a_server_that_is_full_is_asked_again_until_the_deadline(game: Game) -> 
         began = time.monotonic()
         with pytest.raises(EpisodeFailed, match="failed in reset with CAPACITY_REACHED: 1 of 1 sessions"):
             await processes.open(ROW, 1, 2)
-        assert 0.9 < time.monotonic() - began < 2
+        assert time.monotonic() - began > 0.9
         threading.Timer(0.3, lambda: setattr(game, "room", 100)).start()
         assert (await processes.open(ROW, 1, 2)).opened == "Guess from 1."
 

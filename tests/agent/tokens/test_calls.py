@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from pipeline.agent.tokens.calls import Reader, why
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.hostile_values import call as hostile
+from tests.bounds import bounded
 
 pytestmark = [pytest.mark.slow]
 
@@ -104,12 +104,11 @@ def test_a_call_that_cannot_be_read_is_said_in_words(
 ) -> None:
     vllm = logging.getLogger("vllm")
     vllm.addHandler(caplog.handler)
-    started = time.process_time()
     try:
-        message, problem = hermes.read(ids_of(hermes, text), truncated=False)
+        with bounded():
+            message, problem = hermes.read(ids_of(hermes, text), truncated=False)
     finally:
         vllm.removeHandler(caplog.handler)
-    assert time.process_time() - started < 5
     assert message.calls == [] and message.text
     assert problem is not None and len(problem) < 600
     assert re.search(reason, problem), problem
@@ -138,12 +137,11 @@ def test_a_call_that_a_parser_drops_is_malformed() -> None:
 
 def test_a_megabyte_is_read_in_bounded_time(hermes: Reader) -> None:
     ids = ids_of(hermes, " higher") * 150_000
-    started = time.process_time()
-    message, problem = hermes.read(ids, truncated=True)
-    assert problem is None and len(message.text) == 1_050_000
-    _, problem = hermes.read([*ids_of(hermes, "<tool_call>"), *ids], truncated=True)
-    assert problem is not None and "characters" in problem
-    assert time.process_time() - started < 20
+    with bounded(120):
+        message, problem = hermes.read(ids, truncated=True)
+        assert problem is None and len(message.text) == 1_050_000
+        _, problem = hermes.read([*ids_of(hermes, "<tool_call>"), *ids], truncated=True)
+        assert problem is not None and "characters" in problem
 
 
 GARBAGE = st.lists(
@@ -168,9 +166,8 @@ def test_hostile_values_in_calls_are_at_worst_mistakes(name: str) -> None:
     assert written in text
     for literal in (literal for literal in LITERALS if len(literal) < 6000):
         answer = text.replace(written, literal).encode("utf-8", "replace").decode()
-        began = time.process_time()
-        message, problem = made.read(ids_of(made, answer), truncated=False)
-        assert time.process_time() - began < 2, literal[:40]
+        with bounded():
+            message, problem = made.read(ids_of(made, answer), truncated=False)
         assert problem is None or len(problem) < 1000
         json.dumps([each.arguments for each in message.calls], ensure_ascii=False, allow_nan=False).encode()
         for each in message.calls:
