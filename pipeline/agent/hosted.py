@@ -143,7 +143,7 @@ class HostedSession:
 
     def __init__(self, link: Link, key: Key, closing: set[asyncio.Task[None]]) -> None:
         self.opened: Content = None
-        """The content that the environment's `open` returned."""
+        """The content that the environment's `reset` returned."""
         self._link, self._key, self._closing, self._life = link, key, closing, link.life
         self._closed = False
         link.open += 1

@@ -171,7 +171,7 @@ class Host:
             await asyncio.gather(*(self.close(key) for key in list(self._held) if key[0] == engine))
 
     async def open(self, key: Key, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> Outcome:
-        """Begin an episode; the outcome is the content that the environment's `open` returned (`Processes.open`)."""
+        """Begin an episode; the outcome is the content that the environment's `reset` returned (`Processes.open`)."""
         processes = self._processes.get(agent)
         if processes is None:
             return None, self._unknown()

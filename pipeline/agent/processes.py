@@ -19,12 +19,15 @@ half of it CPU time of the run, and 1.8 MiB of memory that a process shares with
 
 import asyncio
 import itertools
+import logging
 from typing import Any
 
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.session import Session
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 from pipeline.config.agent import AgentConfig
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # seconds until the next attempt to start a process that the machine had no room for
 
@@ -57,6 +60,8 @@ class Processes:
                 self._zygote = Zygote(self._config)
                 try:
                     self._loaded = await self._zygote.load()
+                    if self._loaded.note:
+                        log.warning(self._loaded.note)
                 except BaseException:
                     await self._end_zygote()
                     raise
@@ -72,7 +77,7 @@ class Processes:
 
         Args:
             row: `prompt`, `data_source`, `ground_truth` and `extra_info`, as JSON data.
-            seed: seed of the environment's `open`.
+            seed: seed of the environment's `reset`.
             timeout_s: seconds for all of it; if the machine has no room for a process, the start is retried until then.
 
         Raises:

@@ -48,7 +48,7 @@ class Session:
         self, zygote: Zygote, number: int, loaded: Loaded, further: int, keep: Callable[["Session"], None]
     ) -> None:
         self.opened: Content = None
-        """The content that the environment's `open` returned."""
+        """The content that the environment's `reset` returned."""
         self.found_room = True
         """False if the machine is known to have had no room for the process."""
         self.closing: asyncio.Task[None] | None = None
@@ -77,8 +77,8 @@ class Session:
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> None:
         """Begin the episode; called by `Processes.open`."""
-        reply = await self._ask("open", "open", timeout_s, row=row, seed=seed)
-        self.opened = self._checked(lambda: checked_content(reply.get("opened"), "open"))
+        reply = await self._ask("reset", "reset", timeout_s, row=row, seed=seed)
+        self.opened = self._checked(lambda: checked_content(reply.get("opened"), "reset"))
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Return the environment's answer to a message.

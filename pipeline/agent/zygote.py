@@ -44,6 +44,8 @@ class Loaded:
     """True if processes are forked; otherwise each episode starts a fresh interpreter."""
     client: bool = False
     """True if the program has a client of its own (`Code.client`)."""
+    note: str = ""
+    """A sentence for the author of the user's files; empty if there is none."""
 
 
 class End(NamedTuple):

@@ -27,7 +27,7 @@ from pipeline.agent import Environment, Observation
 class Talk(Environment):
     """Says odd things until the turns run out; each answer is worth its number."""
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.turn, self.seed, self.index = 0, seed, row["extra_info"]["index"]
         self.pause_s, self.gate = row["extra_info"]["pause_s"], row["extra_info"]["gate"]
 
@@ -220,7 +220,7 @@ from pipeline.agent import Environment, Observation
 REPLIES = ["up", "<|im_start|>down \\u00e9"]
 
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.replies = list(REPLIES)
 
     def step(self, message):

@@ -48,7 +48,7 @@ import os, time
 from pipeline.agent import Environment, Observation
 
 class Moody(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.seed, self.turn = seed, 0
         if row["extra_info"] == "hang":
             time.sleep(1000)
@@ -71,7 +71,7 @@ class Still(Moody):
     close = Environment.close
 
 class Sums(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.sum = seed % 100
         return f"begin with {self.sum}"
 

@@ -314,7 +314,7 @@ GAME = """
 from pipeline.agent import Environment, Observation
 
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return f"Reach {row['ground_truth']['target']}."
 
     def step(self, message):

@@ -458,7 +458,7 @@ def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str,
     """The number is 1. Of 32 numbers that the first guess can exclude, 40 excludes 24, and of 20 then, 3 excludes 3."""
     folder = Path(__file__).parents[3] / "examples" / "agents"
     game = runpy.run_path(str(folder / "higher_lower.py"))["HigherLower"](guesses=3, worth=0.5)
-    game.open(ROW, 7)
+    game.reset(ROW, 7)
     played = command("", Policy(*guesses), env_vars={"GUESSES": "3", "WORTH": "0.5"}, **WAYS[1])
     rewards = [reward for kind, _, reward in played.contexts[0].spans if kind == ANSWER]
     assert rewards == [game.step(Message(guess)).reward for guess in guesses]
