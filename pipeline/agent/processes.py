@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.session import Session
-from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
+from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 from pipeline.config.agent import AgentConfig
 
 log = logging.getLogger(__name__)
@@ -37,15 +37,15 @@ class Processes:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
-        self._zygote: Zygote | None = None
-        self._loaded: Loaded | None = None
+        self._zygote: ZygoteHandle | None = None
+        self._loaded: LoadedCode | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
         self._sessions: set[Session] = set()
         self._free: list[Session] = []
         """Ended sessions whose processes may serve another session."""
 
-    async def start(self) -> Loaded:
+    async def start(self) -> LoadedCode:
         """Import the user's files, unless it is done.
 
         Raises:
@@ -53,11 +53,11 @@ class Processes:
         """
         return (await self._started())[1]
 
-    async def _started(self) -> tuple[Zygote, Loaded]:
+    async def _started(self) -> tuple[ZygoteHandle, LoadedCode]:
         async with self._starting:
             if self._zygote is None or self._loaded is None or self._zygote.lost is not None:
                 await self._end_zygote()
-                self._zygote = Zygote(self._config)
+                self._zygote = ZygoteHandle(self._config)
                 try:
                     self._loaded = await self._zygote.load()
                     if self._loaded.note:

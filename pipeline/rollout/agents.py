@@ -4,24 +4,24 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent.endpoint.server import SAMPLED, Endpoint
-from pipeline.agent.hosts import Hosts
 from pipeline.agent.player import Player
 from pipeline.agent.processes import Processes
 from pipeline.agent.program import ClientProgram, Program
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.agent.session import Session
 from pipeline.agent.tokens.bridge import Bridge
-from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.agent.tokens.language import Language
 from pipeline.agent.turns import Turns
-from pipeline.agent.zygote import Loaded
+from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.sampling import Sampling
 
 if TYPE_CHECKING:
-    from pipeline.agent.hosted import Hosted
+    from pipeline.agent.ray_client import RemoteProcesses
 
-NOTHING = Loaded([], {}, environment=False, closes=False, forks=False)
+NOTHING = LoadedCode([], {}, environment=False, closes=False, forks=False)
 """The code of an agent whose episodes are single answers: none."""
 
 
@@ -53,12 +53,12 @@ class Agent:
         self._starting = asyncio.Lock()
         self._language: Language | None = None
 
-    async def load(self) -> Loaded:
+    async def load(self) -> LoadedCode:
         """Load environment and tools, unless it is done.
 
         Raises:
             ValueError: they do not load.
-            TimeoutError: too few hosts have started (`Hosted.start`).
+            TimeoutError: too few hosts have started (`RemoteProcesses.start`).
         """
         if self.config.plays:
             self.loaded = await self._processes.start()
@@ -92,7 +92,7 @@ class Agent:
             return self._language
 
     async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Player:
-        """Begin an episode, and return its player; see `Processes.open` and `Hosted.open`."""
+        """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`."""
         config = self.config
         if not config.plays:
             return Turns(config, None, {}, environment=False)
@@ -112,14 +112,14 @@ class Agent:
         await self._processes.close()
 
 
-def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | Hosted":
+def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | RemoteProcesses":
     """Return the processes of an agent's episodes, on this node or, if there are any, on `hosts`."""
     if not hosts.actors:
         return Processes(config)
     # Imports Ray, which a dry run does without.
-    from pipeline.agent.hosted import Hosted
+    from pipeline.agent.ray_client import RemoteProcesses
 
-    return Hosted(name, config, hosts)
+    return RemoteProcesses(name, config, hosts)
 
 
 def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:
@@ -129,14 +129,14 @@ def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[
         ValueError: its chat template cannot continue them, or no parser reads its tool calls.
     """
 
-    def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, Reader]:
+    def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, AnswerParser]:
         roles = {config.observation_role} if config.environment is not None else set()
         if tools or config.driven:
             roles |= {"user"}
         if tools:
             roles |= {"tool"}
         bridge = Bridge.prove(tokenizer, data.apply_chat_template_kwargs, roles, tools)
-        return bridge, Reader.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
+        return bridge, AnswerParser.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
 
     bridge, reader = prove(tools)
     return Language(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)

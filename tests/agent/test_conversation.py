@@ -12,7 +12,7 @@ from pipeline.agent import Message, Observation, episode
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.tokens.bridge import Bridge
-from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.agent.tokens.context import joined
 from pipeline.agent.tokens.language import Language
 from pipeline.agent.turns import Turns
@@ -51,7 +51,7 @@ class Sampler:
 def language(name: str, **config: Any) -> Language:
     section = AgentConfig(environment="toy:Toy", **config)
     bridge = Bridge.prove(tokenizer(name), {}, {"user"}, [])
-    return Language(section, bridge, Reader(tokenizer(name), [], bridge), [], 1000, 1000)
+    return Language(section, bridge, AnswerParser(tokenizer(name), [], bridge), [], 1000, 1000)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "cut"])
@@ -59,7 +59,7 @@ def language(name: str, **config: Any) -> Language:
 def test_the_second_prompt_holds_the_tokens_that_were_sampled(name: str, closed: bool) -> None:
     """Their text has another encoding of the same length, which nothing but the tokens themselves tells apart."""
     made = language(name)
-    closing = made.bridge.tokens.ids[made.bridge.proofs["user"].closing]
+    closing = made.bridge.tokens.ids[made.bridge.continuations["user"].closing]
     sampled = ambiguous(name) + [closing] * closed
     policy, session = Sampler(sampled), ToySession([Observation("up"), Observation(done=True)])
 

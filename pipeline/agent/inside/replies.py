@@ -46,7 +46,7 @@ LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 
 
 @dataclass
-class Returned:
+class ProgramResult:
     """The result of a program or a command at the end of its episode."""
 
     reward: float | None = None
@@ -211,7 +211,7 @@ class Replies:
 
         async def run() -> Any:
             assert program is not None
-            asking = chat_client.Chats(self._connection, send)
+            asking = chat_client.ChatClient(self._connection, send)
             try:
                 return await program(request["row"], asking.chat)
             finally:
@@ -285,17 +285,17 @@ def _alive() -> set[int]:
     return {*map(int, os.listdir("/proc/self/task")), *children()}
 
 
-def returned(result: Any, name: str) -> Returned:
+def returned(result: Any, name: str) -> ProgramResult:
     """Check the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
 
     Raises:
         ValueError: the result is something else.
     """
     parts = dict(result) if isinstance(result, dict) else {"reward": result}
-    return checked_result(Returned(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
+    return checked_result(ProgramResult(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
 
 
-def checked_result(result: Returned, name: str) -> Returned:
+def checked_result(result: ProgramResult, name: str) -> ProgramResult:
     """Check a result, and convert its rewards to floats.
 
     Raises:
@@ -307,7 +307,7 @@ def checked_result(result: Returned, name: str) -> Returned:
         if not isinstance(rewards, (list, tuple)) or any(value is None for value in rewards):
             raise ValueError(f"{name} returned rewards of {_shown(rewards)}; expected a list of numbers")
         rewards = [_reward(value, name, f" (rewards[{place}])") for place, value in enumerate(rewards)]
-    return Returned(_reward(result.reward, name), rewards, _parts(result.parts, name))
+    return ProgramResult(_reward(result.reward, name), rewards, _parts(result.parts, name))
 
 
 def checked(observation: Observation, name: str) -> dict[str, Any]:

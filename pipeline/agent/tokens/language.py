@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.agent.tokens.bridge import Bridge
-from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 
@@ -37,11 +37,11 @@ class Language:
 
     config: AgentConfig
     bridge: Bridge
-    reader: Reader
+    reader: AnswerParser
     tools: list[dict[str, Any]]
     max_prompt_length: int
     max_response_length: int
-    prove: Callable[[list[dict[str, Any]]], tuple[Bridge, Reader]] | None = None
+    prove: Callable[[list[dict[str, Any]]], tuple[Bridge, AnswerParser]] | None = None
     _others: dict[str, "asyncio.Task[Language]"] = field(default_factory=dict, repr=False)
 
     @cached_property

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.agent import EpisodeOver, Message, Observation, hosted
+from pipeline.agent import EpisodeOver, Message, Observation, ray_client
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.hosted import Hosted
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.processes import Processes
+from pipeline.agent.ray_client import RemoteProcesses
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.tokens.context import Answer
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -112,7 +112,7 @@ def played(config: AgentConfig, hosts: Hosts, use: Use) -> Any:
     """What `use` returns, which is given the processes of an agent, on hosts or here."""
 
     async def main() -> Any:
-        processes = Hosted(str(config), config, hosts) if hosts.actors else Processes(config)
+        processes = RemoteProcesses(str(config), config, hosts) if hosts.actors else Processes(config)
         try:
             return await use(processes)
         finally:
@@ -311,7 +311,7 @@ def test_a_host_that_does_not_answer_is_named(
         session = await processes.open(ROW, 7, 30)
         silent = session._link
         pid = int(silent.name.rpartition(":")[2])
-        monkeypatch.setattr(hosted, "MARGIN_S", 0.3)
+        monkeypatch.setattr(ray_client, "MARGIN_S", 0.3)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(EpisodeLost, match=f"host {silent.name} gave no answer to `step` in 0.5 s"):
