@@ -22,8 +22,8 @@ from typing import Any
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.player import Player
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Context
-from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 
 
@@ -71,7 +71,7 @@ class Episode:
 async def run(
     row: dict[str, Any],
     opened: Awaitable[Player],
-    language: Language,
+    chat_format: ChatFormat,
     ask: Ask,
     longest: int,
     stop: Sequence[str] = (),
@@ -82,15 +82,15 @@ async def run(
     Args:
         row: `prompt`, `data_source`, `ground_truth` and `extra_info`.
         opened: starts the process of the episode, and returns its player.
-        language: language of the engine.
+        chat_format: chat format of the engine.
         ask: the policy.
         longest: most tokens after the prompt, by the row's settings.
         stop: texts that end an answer.
         spent_s: seconds that the episode took before it began again.
     """
-    config: AgentConfig = language.config
+    config: AgentConfig = chat_format.config
     began = time.monotonic() - spent_s
-    conversation = Conversation(language, ask, min(longest, language.max_response_length), stop)
+    conversation = Conversation(chat_format, ask, min(longest, chat_format.max_response_length), stop)
     player: Player | None = None
     well, ended, error = False, "error", None
     try:

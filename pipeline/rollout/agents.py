@@ -1,4 +1,4 @@
-"""An engine's agent: its settings, the processes of its episodes, and its language."""
+"""An engine's agent: its settings, the processes of its episodes, and its chat format."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from pipeline.agent.ray_hosts import Hosts
 from pipeline.agent.session import Session
 from pipeline.agent.tokens.bridge import Bridge
 from pipeline.agent.tokens.calls import AnswerParser
-from pipeline.agent.tokens.language import Language
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.turns import Turns
 from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
@@ -51,7 +51,7 @@ class Agent:
         self._data, self._tokenizer, self._endpoint = data, tokenizer, endpoint
         self._processes = processes(name, config, hosts)
         self._starting = asyncio.Lock()
-        self._language: Language | None = None
+        self._chat_format: ChatFormat | None = None
 
     async def load(self) -> LoadedCode:
         """Load environment and tools, unless it is done.
@@ -75,21 +75,21 @@ class Agent:
         if config.isolation != "none":
             raise ValueError(f"{what}, and agent.isolation leaves it without a network; set agent.isolation=none")
 
-    async def start(self) -> Language:
+    async def start(self) -> ChatFormat:
         """Load environment and tools, and prove that the tokenizer can continue conversations, unless it is done.
 
         Raises:
             ValueError: one of them cannot be done.
         """
         async with self._starting:
-            if self._language is None:
+            if self._chat_format is None:
                 loaded = await self.load()
                 if self.config.command or loaded.client:
                     await self._endpoint.start()
-                self._language = await asyncio.to_thread(
-                    language, self.config, self._data, self._tokenizer, loaded.tools
+                self._chat_format = await asyncio.to_thread(
+                    chat_format, self.config, self._data, self._tokenizer, loaded.tools
                 )
-            return self._language
+            return self._chat_format
 
     async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Player:
         """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`."""
@@ -122,8 +122,8 @@ def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes
     return RemoteProcesses(name, config, hosts)
 
 
-def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:
-    """Build the language in which this tokenizer continues conversations with these tools.
+def chat_format(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> ChatFormat:
+    """Build the chat format in which this tokenizer continues conversations with these tools.
 
     Raises:
         ValueError: its chat template cannot continue them, or no parser reads its tool calls.
@@ -139,4 +139,4 @@ def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[
         return bridge, AnswerParser.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
 
     bridge, reader = prove(tools)
-    return Language(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)
+    return ChatFormat(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)

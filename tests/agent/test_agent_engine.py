@@ -111,9 +111,9 @@ def open_place(folder: str, prefix_cache: bool = True) -> int:
 def talk(split: str = "train") -> dict[str, Any]:
     version = place.step()
     (table,) = place.generate(place.talks(version, split))
-    language = place.agent._language
-    assert language is not None
-    bridge = language.bridge
+    chat_format = place.agent._chat_format
+    assert chat_format is not None
+    bridge = chat_format.bridge
     behind = [
         [bridge.after(answer, [message], ()) for answer, message in exchanges(row)]
         for row in table.select(["response_ids", "spans", "messages"]).to_pylist()

@@ -1,4 +1,4 @@
-"""Episodes that a program drives, with a toy language and a scripted policy: what becomes of tokens and of rewards."""
+"""Episodes that a program drives, with a toy format and a scripted policy: what becomes of tokens and of rewards."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from pipeline.agent.inside.forms import split
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.program import Program
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Answer, joined
-from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.replay.checks import _last_answer
@@ -51,13 +51,13 @@ class ToyProgram:
 def play(policy: Ask, drive: Drive, longest: int = 1000, stop: tuple[str, ...] = (), **config: Any) -> Episode:
     section = AgentConfig(program="toy:run", **config)
     proven: Any = ToyBridge(), ToyReader()
-    language = Language(section, proven[0], proven[1], [], 20, longest, lambda tools: proven)
+    chat_format = ChatFormat(section, proven[0], proven[1], [], 20, longest, lambda tools: proven)
     program = ToyProgram(drive)
 
     async def opened() -> Any:
         return Program(program)  # type: ignore[arg-type]
 
-    played = asyncio.run(episode.run(ROW, opened(), language, policy, longest, stop))
+    played = asyncio.run(episode.run(ROW, opened(), chat_format, policy, longest, stop))
     assert program.closed == 1
     return played
 
@@ -346,8 +346,8 @@ def test_the_longest_conversation_is_continued() -> None:
 
     async def main() -> list[int]:
         section = AgentConfig(program="toy:run", max_contexts=2)
-        language = Language(section, ToyBridge(), ToyReader(), [], 90, 99)  # type: ignore[arg-type]
-        conversation = Conversation(language, ask, 99)
+        chat_format = ChatFormat(section, ToyBridge(), ToyReader(), [], 90, 99)  # type: ignore[arg-type]
+        conversation = Conversation(chat_format, ask, 99)
         one = {"role": "assistant", "content": "1"}
         await conversation.chat([user("a")])
         await conversation.chat([user("a"), one, user("b"), one, user("c")])

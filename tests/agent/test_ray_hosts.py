@@ -336,9 +336,9 @@ class Played(Episodes):
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             self.asked += 1
             self._after(self.asked)
-            language = self._agents[None]._language
-            assert language is not None
-            answer = np.array(language.bridge.answer("1" * (turn + 1), []), np.int32)
+            chat_format = self._agents[None]._chat_format
+            assert chat_format is not None
+            answer = np.array(chat_format.bridge.answer("1" * (turn + 1), []), np.int32)
             return Generation(answer, np.zeros(len(answer), np.float32), "stop", ((version, len(answer)),))
 
         return ask

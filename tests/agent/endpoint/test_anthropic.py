@@ -1,4 +1,4 @@
-"""Anthropic's client, as it is, against the endpoint, with a toy language and a scripted policy."""
+"""Anthropic's client, as it is, against the endpoint, with a toy chat format and a scripted policy."""
 
 from typing import Any
 

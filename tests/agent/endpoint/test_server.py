@@ -1,4 +1,4 @@
-"""OpenAI's client, as it is, against the endpoint, with a toy language and a scripted policy; commands that use it."""
+"""OpenAI's client, as it is, against the endpoint, with a toy format and a scripted policy; commands that use it."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from pipeline.agent.endpoint.server import Endpoint, Route
 from pipeline.agent.episode import Episode
 from pipeline.agent.processes import Processes
 from pipeline.agent.program import ClientProgram
-from pipeline.agent.tokens.language import Language
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.config.agent import AgentConfig
 from pipeline.rollout.agents import Agent
 from pipeline.rows import ANSWER
@@ -27,9 +27,9 @@ SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
 Use = Callable[[openai.AsyncOpenAI, Conversation, Route], Awaitable[Any]]
 
 
-def language(config: AgentConfig, longest: int) -> Language:
+def chat_format(config: AgentConfig, longest: int) -> ChatFormat:
     toys: Any = ToyBridge(), ToyReader()
-    return Language(config, toys[0], toys[1], [], 200, longest, lambda tools: toys)
+    return ChatFormat(config, toys[0], toys[1], [], 200, longest, lambda tools: toys)
 
 
 def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
@@ -37,7 +37,7 @@ def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
 
     async def main() -> Any:
         section = AgentConfig(command=["x"], **config)
-        conversation, endpoint = Conversation(language(section, longest), policy, longest), Endpoint()
+        conversation, endpoint = Conversation(chat_format(section, longest), policy, longest), Endpoint()
         await endpoint.start()
         line = Route(conversation.chat, SAMPLING, 100)
         variables = endpoint.open(line)
@@ -344,7 +344,7 @@ def command(
             return ClientProgram(session, endpoint, SAMPLING, 100)
 
         try:
-            played = await episode.run(row, opened(), language(section, longest), policy, longest)
+            played = await episode.run(row, opened(), chat_format(section, longest), policy, longest)
             assert endpoint._routes == {}
             async with asyncio.timeout(5):
                 while any(mark.encode() in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
