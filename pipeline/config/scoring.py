@@ -39,13 +39,13 @@ class ReferenceConfig(ScorerConfig):
     path: str | None = setting(None, path="model")
     """Hugging Face model, a folder or hub name; null takes `model.path`."""
 
-    where: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
+    placement: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
     """`replicas`: a whole model in each, which score rows before the advantages. `train_workers`: one model, sharded
     over them as the policy is, or with adapters and no `path` the policy without them; for a KL in the loss. null: in
     the train workers if that takes no second model, else in replicas."""
 
     offload: bool = False
-    """Leave the sharded model of `where=train_workers` in host memory, from which each layer visits the GPU."""
+    """Leave the sharded model of `placement=train_workers` in host memory, from which each layer visits the GPU."""
 
 
 @dataclass
