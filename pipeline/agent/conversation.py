@@ -161,7 +161,7 @@ class Conversation:
         """Append messages after the last answer.
 
         Returns:
-            The context to go on with: this one, or with `agent.history=template` a new one if the chat template shows
+            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template shows
             earlier answers otherwise than they were sampled. None if no further answer would fit.
 
         Raises:
@@ -170,7 +170,7 @@ class Conversation:
         language, bridge = context.language, context.language.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
-        keeps = self.config.history == "keep"
+        keeps = self.config.context == "keep"
         room = self._room(context) if keeps else language.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
         # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
@@ -185,7 +185,7 @@ class Conversation:
             return None
         try:
             ids = bridge.after(context.answer, messages, context.calls)
-            if self.config.history == "template":
+            if self.config.context == "rerender":
                 shown = bridge.prompt([for_template(message) for message in whole], language.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
                     fits = len(shown) < language.max_prompt_length + self._longest

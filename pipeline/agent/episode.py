@@ -102,7 +102,7 @@ async def run(
         episode.ended, episode.error, episode.lost = "error", str(failed), isinstance(failed, EpisodeLost)
     except TimeoutError:
         episode.ended = "timeout"
-        if config.late == "error":
+        if config.on_timeout == "error":
             limit = f"{config.episode_timeout_s:g} s (agent.episode_timeout_s)"
             place = await session.place() if session is not None and world is None else ""
             episode.error = str(EpisodeFailed(f"the episode took longer than {limit}{place}"))
