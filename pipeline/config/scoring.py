@@ -45,7 +45,7 @@ class ReferenceConfig(ScorerConfig):
     without its adapter. Null: train workers if that needs no second model, else replicas."""
 
     offload: bool = False
-    """Keep the sharded model of `placement=train_workers` in host memory; each layer visits the GPU when it is needed."""
+    """Keep the sharded model of `placement=train_workers` in host memory; each layer visits the GPU when it is used."""
 
 
 @dataclass

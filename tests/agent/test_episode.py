@@ -14,7 +14,7 @@ from pipeline.agent.conversation import TOKEN, Ask, Language
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.tokens.context import joined
-from pipeline.agent.world import World
+from pipeline.agent.turns import Turns
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
@@ -115,10 +115,10 @@ def play(
     section = AgentConfig(environment="toy:Toy" if environment else None, **config)
     language = Language(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
 
-    async def open_world() -> tuple[Any, World]:
+    async def open_world() -> Turns:
         if opened is not None:
             opened()
-        return session, World(section, session, tools or {}, environment)  # type: ignore[arg-type]
+        return Turns(section, session, tools or {}, environment)  # type: ignore[arg-type]
 
     return asyncio.run(episode.run(ROW, open_world(), language, policy, longest))
 

@@ -2,16 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.interface import EpisodeOver, Message
+from pipeline.agent.tokens.context import Answer
 
-if TYPE_CHECKING:
-    from pipeline.agent.conversation import Answer
-
-Chat = Callable[..., Awaitable["Answer"]]
+Chat = Callable[..., Awaitable[Answer]]
 """The function `Conversation.chat`."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """A function that sends a reply to the program, as one frame."""

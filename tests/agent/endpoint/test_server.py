@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from pipeline.agent import Message, episode
-from pipeline.agent.commanded import Command
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint.server import Endpoint, Line
 from pipeline.agent.episode import Episode
 from pipeline.agent.processes import Processes
+from pipeline.agent.program import ClientProgram
 from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 from pipeline.rollout.agents import Agent
@@ -341,7 +341,7 @@ def command(
 
         async def opened() -> Any:
             session = await processes.open(row, 7, 20)
-            return Command(session, endpoint, SAMPLING, 100), None
+            return ClientProgram(session, endpoint, SAMPLING, 100)
 
         try:
             played = await episode.run(row, opened(), language(section, longest), policy, longest)
