@@ -8,6 +8,7 @@ import sys
 from jobs.entry import command
 
 JOBS = {
+    "demo": "train a tiny model on two CPU cores, from an empty folder",
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
