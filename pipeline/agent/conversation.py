@@ -163,7 +163,7 @@ class Conversation:
         """Append messages after the last answer.
 
         Returns:
-            The context to go on with: this one, or with `agent.history=template` a new one if the chat template shows
+            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template shows
             earlier answers otherwise than they were sampled. None if no further answer would fit.
 
         Raises:
@@ -172,7 +172,7 @@ class Conversation:
         chat_format, bridge = context.chat_format, context.chat_format.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
-        keeps = self.config.history == "keep"
+        keeps = self.config.context == "keep"
         room = self._room(context) if keeps else chat_format.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
         # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
@@ -187,7 +187,7 @@ class Conversation:
             return None
         try:
             ids = bridge.after(context.answer, messages, context.calls)
-            if self.config.history == "template":
+            if self.config.context == "rerender":
                 shown = bridge.prompt([for_template(message) for message in whole], chat_format.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
                     fits = len(shown) < chat_format.max_prompt_length + self._longest

@@ -102,7 +102,7 @@ async def run(
         error = failed
     except TimeoutError:
         ended = "timeout"
-        if config.late == "error":
+        if config.on_timeout == "error":
             limit = f"{config.episode_timeout_s:g} s (agent.episode_timeout_s)"
             place = await player.place() if player is not None else ""
             error = EpisodeFailed(f"the episode took longer than {limit}{place}")

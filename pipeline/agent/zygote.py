@@ -71,7 +71,7 @@ class ZygoteHandle:
 
     def __init__(self, config: AgentConfig) -> None:
         named = [spec for spec in [config.environment, *config.tools] if spec and spec.startswith((MCP, OPENENV))]
-        self._start_s = START_S + config.open_timeout_s * len(named)  # and the time of each server to answer
+        self._start_s = START_S + config.reset_timeout_s * len(named)  # and the time of each server to answer
         self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -280,7 +280,7 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
-            "within_s": config.open_timeout_s,
+            "within_s": config.reset_timeout_s,
         },
     }
 

@@ -1,4 +1,5 @@
-"""Estimators, losses, KL, critic and off-policy correction that cannot be combined. Part of `checks.check`."""
+"""Checks of estimators, losses, KL, critic and off-policy correction that exclude each other. Part of
+`checks.check`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ _ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem; an unknown estimator is left to the caller."""
+    """Yield one sentence per problem; the caller reports an unknown estimator."""
     try:
         estimator = get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError:
@@ -47,7 +48,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iterator[str]:
-    """Complaints about a function that may be the user's own; `others` are functions of the other kind."""
+    """Yield problems of a function that may be the user's own; `others` are functions of the other kind."""
     if ":" not in name:
         if not entry.built_in:
             module = entry.path.partition(":")[0]
@@ -103,8 +104,8 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         f"{{critic.warmup}} trains a critic first, and algorithm.adv_estimator={name} has none; set critic.warmup=0": (
             critic.warmup > 0 and not uses_critic(config)
         ),
-        "{model.lora.publish} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set the "
-        "first to merged": config.model.lora.alone and uses_policy_scores(config),
+        "{model.lora.weight_sync} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set "
+        "the first to merged": config.model.lora.alone and uses_policy_scores(config),
         f"{{algorithm.adv_estimator}} with {_truncation(config)}: the engine's probabilities are renormalised over the "
         f"tokens it keeps, and the estimator's sums are over the whole vocabulary; {_ALL_TOKENS}": (
             _truncation(config) and uses_policy_scores(config)
@@ -113,7 +114,7 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
 
 
 def _truncation(config: Config) -> str:
-    """The settings that keep the engine from sampling all tokens."""
+    """Return the settings that keep the engine from sampling all tokens, as text."""
     rollout = config.rollout
     limits = []
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -167,12 +168,12 @@ def _reference(config: Config) -> dict[str, object]:
     reference, offload = config.scoring.reference, "{scoring.reference.offload}"
     offloads = reference.offload and reads_reference(config)
     return {
-        "{scoring.reference.where} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows reach "
-        "the train workers; set where=replicas, or use actor.use_kl_loss=true instead": (
-            reference.where == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
+        "{scoring.reference.placement} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows "
+        "reach the train workers; set it to replicas, or use actor.use_kl_loss=true instead": (
+            reference.placement == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
         ),
         f"{offload} is for a reference that is sharded over the train workers, and replicas hold it whole; set "
-        "scoring.reference.where=train_workers too, or leave it out": offloads and uses_reference(config),
+        "scoring.reference.placement=train_workers too, or leave it out": offloads and uses_reference(config),
         f"{offload} with {{model.lora.rank}}: the reference is the policy without its adapters, whose weights "
         "actor.fsdp.offload=all moves; leave it out": offloads and reference_is_base(config),
         f"{offload} leaves weights in host memory beside a GPU, and {{trainer.use_gpu}}; leave it out": (

@@ -96,7 +96,7 @@ class Agent:
         config = self.config
         if not config.plays:
             return Turns(config, None, {}, environment=False)
-        session = await self._processes.open(row, seed, config.open_timeout_s)
+        session = await self._processes.open(row, seed, config.reset_timeout_s)
         if config.command or self.loaded.client:
             # Requests go to an address of this node (`AgentConfig.problems`, `_check_client`).
             assert isinstance(session, Session)

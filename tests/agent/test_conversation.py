@@ -75,9 +75,9 @@ def test_the_second_prompt_holds_the_tokens_that_were_sampled(name: str, closed:
     assert tokenizer(name).encode(made.bridge.text(sampled), add_special_tokens=False) != sampled
 
 
-@pytest.mark.parametrize("history", ["keep", "template"])
-def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(history: str) -> None:
-    made = chat_format("chatml", history=history, max_contexts=2)
+@pytest.mark.parametrize("context", ["keep", "rerender"])
+def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(context: str) -> None:
+    made = chat_format("chatml", context=context, max_contexts=2)
     sampled = [*ambiguous("chatml"), made.bridge.tokens.ids["<|im_end|>"]]
 
     async def chat() -> Conversation:
@@ -87,10 +87,10 @@ def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(history: str) -> N
         return conversation
 
     policy = Sampler(sampled)
-    (context,) = asyncio.run(chat()).contexts
+    (only,) = asyncio.run(chat()).contexts
     between = made.bridge.after(sampled, [UP])
-    assert context.ids == sampled + between + sampled
-    assert policy.asked[1] == context.prompt_ids + sampled + between
+    assert only.ids == sampled + between + sampled
+    assert policy.asked[1] == only.prompt_ids + sampled + between
 
 
 def test_an_answer_is_not_continued() -> None:

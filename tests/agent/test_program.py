@@ -261,15 +261,15 @@ def test_a_program_that_asks_nothing_fails() -> None:
     assert "without an answer of the policy" in str(play(Policy(), nothing).error)
 
 
-@pytest.mark.parametrize("late", ["error", "score"])
-def test_a_program_that_takes_too_long(late: str) -> None:
+@pytest.mark.parametrize("on_timeout", ["error", "score"])
+def test_a_program_that_takes_too_long(on_timeout: str) -> None:
     async def hang(chat: Chat) -> None:
         await chat([user("go")])
         await asyncio.sleep(100)
 
-    played = play(Policy("12"), hang, late=late, episode_timeout_s=0.05)
+    played = play(Policy("12"), hang, on_timeout=on_timeout, episode_timeout_s=0.05)
     limit = "the episode took longer than 0.05 s (agent.episode_timeout_s) (toy.py, line 3)"
-    assert (played.ended, played.error) == ("timeout", limit if late == "error" else None)
+    assert (played.ended, played.error) == ("timeout", limit if on_timeout == "error" else None)
     assert played.turns == 1
 
 

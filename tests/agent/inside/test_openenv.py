@@ -197,7 +197,7 @@ def test_a_field_that_actions_do_not_have_is_no_mistake_of_the_model(game: Game)
 
 def test_a_server_that_is_full_is_asked_again_until_the_deadline(game: Game) -> None:
     settings = config(game)
-    settings.open_timeout_s = 2
+    settings.reset_timeout_s = 2
 
     async def play(processes: Processes) -> None:
         await processes.start()
@@ -243,7 +243,7 @@ def test_a_server_that_does_not_answer_is_refused(environment: str, kwargs: dict
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = environment.replace("{silent}", str(silent.getsockname()[1]))
-        run(AgentConfig(environment=environment, kwargs=kwargs, open_timeout_s=1), start)
+        run(AgentConfig(environment=environment, kwargs=kwargs, reset_timeout_s=1), start)
 
 
 APP = """
@@ -312,7 +312,7 @@ def test_an_episode_on_a_server_of_openenv(tmp_path: Path) -> None:
         assert (await processes.open(row, 9, 30)).opened == "Guess from 20 to 29."
 
     environment = f"openenv:http://127.0.0.1:{port}"
-    settings = AgentConfig(environment=environment, kwargs={"action_field": "guess"}, open_timeout_s=3)
+    settings = AgentConfig(environment=environment, kwargs={"action_field": "guess"}, reset_timeout_s=3)
     try:
         deadline = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)):

@@ -76,7 +76,7 @@ def test_results_of_tools_follow_as_the_template_writes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
 def test_calls_of_a_prompt_are_written_as_the_template_reads_them(name: str) -> None:
-    """Prompts have calls where `agent.history=template` begins a new context, or a program does."""
+    """Prompts have calls where `agent.context=rerender` begins a new context, or a program does."""
     made, arguments = BRIDGES[name], {"expression": "1+1 <|im_end|> </s>"}
     function = {"name": "calc", "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
