@@ -1,15 +1,17 @@
 """One episode: the policy and its player take turns until a deadline, and the result is a row's record.
 
-rollout/episodes.py      starts one coroutine for each sample of a chunk of prompts
-rollout/agents.py        `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
-episode.py               `run` sets the deadline, lets the player play, and makes the record, an `Episode`
-player.py                `Player`: an episode goes in turns, or a program drives it
-  turns.py               the policy answers, environment or tools reply, the policy answers again
-  program.py             the user's program requests answers: by `chat`, or by a client at the `endpoint/`
-conversation.py          keeps the contexts: each answer of the policy continues the tokens before it
-  tokens/bridge.py       the tokens between two answers, by the model's own chat template
-  the engine (`Ask`)     samples the answer
-  tokens/calls.py        reads text, reasoning and tool calls of the answer
+The flow of an episode:
+
+    rollout/episodes.py    starts one coroutine for each sample of a chunk of prompts
+    rollout/agents.py      `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
+    episode.py             `run` sets the deadline, lets the player play, and makes the record, an `Episode`
+      player.py            `Player`: an episode goes in turns, or a program drives it
+        turns.py           the policy answers, environment or tools reply, the policy answers again
+        program.py         the user's program requests answers: by `chat`, or by a client at the `endpoint/`
+      conversation.py      keeps the contexts: each answer of the policy continues the tokens before it
+        tokens/bridge.py   gives the tokens between two answers, by the model's own chat template
+        the engine (`Ask`) samples the answer
+        tokens/calls.py    reads text, reasoning and tool calls of the answer
 """
 
 import asyncio

@@ -31,7 +31,7 @@ class EpisodeProcess(Protocol):
 
 
 class Player(Protocol):
-    """One episode's course: turns with an environment and tools (`turns.Turns`), or a program (`program.Program`)."""
+    """The player of one episode: `turns.TurnsPlayer` with environment and tools, or `program.ProgramPlayer`."""
 
     messages: list[dict[str, Any]]
     """The conversation so far, the prompt included; empty before its begin."""

@@ -14,7 +14,7 @@ from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.session import Session
 
 
-class Program:
+class ProgramPlayer:
     """The `Player` of an episode with a program `async def run(row, chat)`.
 
     Args:
@@ -74,7 +74,7 @@ class Program:
 
 
 def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
-    """Give each answer its reward. Raises EpisodeFailed as `Program.play`."""
+    """Give each answer its reward. Raises EpisodeFailed as `ProgramPlayer.play`."""
     if not conversation.contexts:
         raise EpisodeFailed("the program ended without an answer of the policy, so that there is nothing to train")
     answers = sorted(turn for context in conversation.contexts for turn in context.turns)
@@ -91,7 +91,7 @@ def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
         context.set_rewards([by_turn[turn] for turn in context.turns])
 
 
-class ClientProgram(Program):
+class ClientPlayer(ProgramPlayer):
     """A command, or a program `def run(row)`, whose client sends its requests to the endpoint.
 
     Args:

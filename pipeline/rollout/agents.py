@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from pipeline.agent.endpoint.server import SAMPLED, Endpoint
 from pipeline.agent.player import Player
 from pipeline.agent.processes import Processes
-from pipeline.agent.program import ClientProgram, Program
+from pipeline.agent.program import ClientPlayer, ProgramPlayer
 from pipeline.agent.ray_hosts import Hosts
 from pipeline.agent.session import Session
 from pipeline.agent.tokens.bridge import Bridge
 from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.agent.tokens.chat_format import ChatFormat
-from pipeline.agent.turns import Turns
+from pipeline.agent.turns import TurnsPlayer
 from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -95,17 +95,17 @@ class Agent:
         """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`."""
         config = self.config
         if not config.plays:
-            return Turns(config, None, {}, environment=False)
+            return TurnsPlayer(config, None, {}, environment=False)
         session = await self._processes.open(row, seed, config.reset_timeout_s)
         if config.command or self.loaded.client:
             # Requests go to an address of this node (`AgentConfig.problems`, `_check_client`).
             assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
-            return ClientProgram(session, self._endpoint, chosen, longest)
+            return ClientPlayer(session, self._endpoint, chosen, longest)
         if config.program is not None:
-            return Program(session)
-        return Turns(config, session, self.loaded.timeouts, config.environment is not None)
+            return ProgramPlayer(session)
+        return TurnsPlayer(config, session, self.loaded.timeouts, config.environment is not None)
 
     async def close(self) -> None:
         """End the processes of environment, tools and programs."""

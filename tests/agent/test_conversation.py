@@ -15,7 +15,7 @@ from pipeline.agent.tokens.bridge import Bridge
 from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import joined
-from pipeline.agent.turns import Turns
+from pipeline.agent.turns import TurnsPlayer
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from tests.agent.families import FAMILIES, plain, tokenizer
@@ -64,7 +64,7 @@ def test_the_second_prompt_holds_the_tokens_that_were_sampled(name: str, closed:
     policy, session = Sampler(sampled), ToySession([Observation("up"), Observation(done=True)])
 
     async def opened() -> Any:
-        return Turns(made.config, session, {}, True)  # type: ignore[arg-type]
+        return TurnsPlayer(made.config, session, {}, True)  # type: ignore[arg-type]
 
     played = asyncio.run(episode.run(ROW, opened(), made, policy, 1000))
     first = made.bridge.prompt(ROW["prompt"])

@@ -14,7 +14,7 @@ from pipeline.agent.conversation import TOKEN, Ask, ChatFormat
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.tokens.context import joined
-from pipeline.agent.turns import Turns
+from pipeline.agent.turns import TurnsPlayer
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
@@ -115,10 +115,10 @@ def play(
     section = AgentConfig(environment="toy:Toy" if environment else None, **config)
     chat_format = ChatFormat(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
 
-    async def open_world() -> Turns:
+    async def open_world() -> TurnsPlayer:
         if opened is not None:
             opened()
-        return Turns(section, session, tools or {}, environment)  # type: ignore[arg-type]
+        return TurnsPlayer(section, session, tools or {}, environment)  # type: ignore[arg-type]
 
     return asyncio.run(episode.run(ROW, open_world(), chat_format, policy, longest))
 

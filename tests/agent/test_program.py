@@ -15,7 +15,7 @@ from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.forms import split
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.agent.inside.replies import ProgramResult
-from pipeline.agent.program import Program
+from pipeline.agent.program import ProgramPlayer
 from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Answer, joined
 from pipeline.config.agent import AgentConfig
@@ -55,7 +55,7 @@ def play(policy: Ask, drive: Drive, longest: int = 1000, stop: tuple[str, ...] =
     program = ToyProgram(drive)
 
     async def opened() -> Any:
-        return Program(program)  # type: ignore[arg-type]
+        return ProgramPlayer(program)  # type: ignore[arg-type]
 
     played = asyncio.run(episode.run(ROW, opened(), chat_format, policy, longest, stop))
     assert program.closed == 1

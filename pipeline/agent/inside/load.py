@@ -39,7 +39,7 @@ class Tool:
     function: Callable[..., Any]
     timeout_s: float | None = None
     """Seconds of one call; None takes `agent.step_timeout_s`."""
-    episode: verl.ToolOfVerl | None = None
+    episode: verl.VerlTool | None = None
     """A tool of verl, which is called when an episode begins and ends."""
     method: bool = False
     """True if `function` is a method of the environment, which holds the episode."""
@@ -288,7 +288,7 @@ def _tools_of_verl(code: Code, key: str, path: str) -> list[Tool]:
 
 def _tool_of_verl(key: str, made: Any, config: dict[str, Any], schema: dict[str, Any] | None) -> Tool:
     try:
-        episode = verl.ToolOfVerl(made, config, schema)
+        episode = verl.VerlTool(made, config, schema)
     except ValueError as error:
         raise ValueError(f"{key}: {made.__name__}: {error}") from None
     return Tool(episode.schema, episode.call, None, episode)

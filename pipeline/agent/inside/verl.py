@@ -66,7 +66,7 @@ class Interaction(Environment):
         await _fitting(self._interaction.finalize_interaction, instance_id=self._id, **self._kwargs)
 
 
-class ToolOfVerl:
+class VerlTool:
     """A tool of verl for one episode.
 
     Raises:

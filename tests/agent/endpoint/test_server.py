@@ -15,7 +15,7 @@ from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint.server import Endpoint, Route
 from pipeline.agent.episode import Episode
 from pipeline.agent.processes import Processes
-from pipeline.agent.program import ClientProgram
+from pipeline.agent.program import ClientPlayer
 from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.config.agent import AgentConfig
 from pipeline.rollout.agents import Agent
@@ -341,7 +341,7 @@ def command(
 
         async def opened() -> Any:
             session = await processes.open(row, 7, 20)
-            return ClientProgram(session, endpoint, SAMPLING, 100)
+            return ClientPlayer(session, endpoint, SAMPLING, 100)
 
         try:
             played = await episode.run(row, opened(), chat_format(section, longest), policy, longest)

@@ -25,7 +25,7 @@ from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run
 
-SERVER = str(Path(__file__).parent / "mcp_tools.py")
+SERVER = str(Path(__file__).parents[1] / "mcp_tools.py")
 COMMAND = f"mcp: python {SERVER} stdio"
 NAME = rf"the MCP server 'python {SERVER} stdio'"
 
