@@ -75,7 +75,7 @@ def test_the_package_installs_the_command() -> None:
 def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     always = {re.split(r"[^\w-]", package)[0] for package in project["dependencies"]}
-    for name in ("agents", "judge", "tensorboard", "verl"):
+    for name in ("agents", "judge", "lora", "tensorboard", "verl"):
         for package in project["optional-dependencies"][name]:
             distribution = re.split(r"[^\w-]", package)[0]
             assert distribution not in always
@@ -84,7 +84,14 @@ def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
                 assert f"\n{distribution}==" in lock, (accelerator, distribution)
 
 
-EXTRAS = ("anthropic", "mcp", "openai", "tensorboard", "tree_sitter", "tree_sitter_bash", "websockets")
+def test_messages_name_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"slipstream-rl\[(\w+)\]", text)}
+    assert {"judge", "lora", "nixl", "torchao", "tensorboard", "wandb"} <= named <= set(extras)
+
+
+EXTRAS = ("anthropic", "mcp", "openai", "peft", "tensorboard", "tree_sitter", "tree_sitter_bash", "websockets")
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
