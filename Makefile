@@ -73,11 +73,11 @@ bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of th
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 	@if ls runs/*/metrics.jsonl >/dev/null 2>&1; then echo "== iteration"; $(RUN) -m benchmarks.iteration runs/*/metrics.jsonl; fi
 
-wheel: $(STAMP) ## dist/ with the wheel, the locks and the script that installs them
-	@rm -rf build dist
-	@$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: ## dist/ with the wheel, the locks and the script that installs them
+	@rm -rf build/lib build/bdist.* dist
+	@$(or $(PYTHON),python3) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@cp requirements/install.sh requirements/*.lock dist/
-	@rm -rf build
+	@rm -rf build/lib build/bdist.*
 
 clean: ## remove caches and builds; data, models, runs and .venv stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
