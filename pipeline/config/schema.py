@@ -109,5 +109,5 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
         return f"{where}: there is no key {key}; did you mean {guess}?"
     section = key.split(".")[0]
     known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
-    listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
+    listed = f"the keys of {section} are {', '.join(known)}" if known else "`slipstream docs configuration` has all"
     return f"{where}: there is no key {key}; {listed}"
