@@ -52,13 +52,13 @@ class LoraConfig:
     def problems(self) -> dict[str, object]:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
         return {
-            "{model.lora.path} does nothing with {model.lora.rank}; set that to the adapter's": (
+            "{model.lora.path} does nothing with {model.lora.rank}; set model.lora.rank to the adapter's rank": (
                 self.path and not self.rank
             ),
-            "{model.lora.publish} does nothing with {model.lora.rank}; set a rank": (
+            "{model.lora.publish} does nothing with {model.lora.rank}; set model.lora.rank above 0": (
                 self.publish == "adapter" and not self.rank
             ),
-            f"{{model.lora.rank}} is more than the {LARGEST_ALONE} of an engine's adapter; set "
+            f"{{model.lora.rank}} is above {LARGEST_ALONE}, the limit of an engine's adapter; set "
             "model.lora.publish=merged": self.alone and self.rank > LARGEST_ALONE,
             "{model.lora.target_modules} must be all-linear, a list of names or a regular expression": (
                 not self.well_formed
