@@ -8,6 +8,7 @@ import sys
 from jobs.entry import command
 
 JOBS = {
+    "demo": "train a tiny model on two CPU cores, from an empty folder",
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
@@ -43,9 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f"did you mean {nearest[0]}?" if nearest else "slipstream --help lists them"
         print(f"slipstream: the job {name!r} does not exist; {hint}", file=sys.stderr)
         return 2
-    # `python -m` finds modules in the current folder, such as a reward function.
+    # A module in the current folder, such as a reward function, is found like an installed one, but after those.
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     module = importlib.import_module("jobs.prepare.__main__" if job == "prepare" else f"jobs.{job}")
     return int(module.main(others) or 0)
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from jobs.command import CONTINUES, add_settings, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, called, exit_code, new_parser
 from jobs.entry import command
 from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         check_versions()
         config = replay_config(options.run_dir, options.iterations, options.settings, options.config_dir)
-        return train(config, options.dry_run, ["python", "-m", "jobs.replay", *given])
+        return train(config, options.dry_run, [*called("replay"), *given])
 
     return exit_code(run, interrupted=CONTINUES)
 

@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.context import Context
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
-from pipeline.agent.language import TOKEN, Language
+from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
+from pipeline.agent.inside.interface import EpisodeOver
+from pipeline.agent.tokens.context import Answer, Context
+from pipeline.agent.tokens.language import TOKEN, Language
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
@@ -36,21 +36,6 @@ READ_AT_ONCE = 1000
 even if no answer to it fits."""
 PIECE, SEAM = 1 << 13, 16
 """Characters of such a piece, and most tokens that the cut can add to it."""
-
-
-@dataclass
-class Answer:
-    """One answer of the policy."""
-
-    message: Message
-    malformed: str | None
-    """The reason if a tool call in the answer could not be read; else None."""
-    full: bool
-    """True if no token fits after the answer."""
-    prompt_tokens: int = 0
-    """Tokens of the request to the policy."""
-    tokens: int = 0
-    """Tokens of the answer."""
 
 
 class Conversation:
@@ -176,7 +161,7 @@ class Conversation:
         """Append messages after the last answer.
 
         Returns:
-            The context to go on with: this one, or with `agent.history=template` a new one if the chat template shows
+            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template shows
             earlier answers otherwise than they were sampled. None if no further answer would fit.
 
         Raises:
@@ -185,7 +170,7 @@ class Conversation:
         language, bridge = context.language, context.language.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
-        keeps = self.config.history == "keep"
+        keeps = self.config.context == "keep"
         room = self._room(context) if keeps else language.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
         # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
@@ -200,7 +185,7 @@ class Conversation:
             return None
         try:
             ids = bridge.after(context.answer, messages, context.calls)
-            if self.config.history == "template":
+            if self.config.context == "rerender":
                 shown = bridge.prompt([for_template(message) for message in whole], language.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
                     fits = len(shown) < language.max_prompt_length + self._longest

@@ -15,11 +15,11 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from pipeline.agent import Content, Message, Observation
+from pipeline.agent.endpoint.chat_server import Chat, ChatFailed, Questions
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.hosts import Hosts, Key
-from pipeline.agent.questions import Chat, ChatFailed, Questions
-from pipeline.agent.replies import Returned
+from pipeline.agent.inside.interface import Content, Message, Observation
+from pipeline.agent.inside.replies import Returned
 from pipeline.agent.session import CLOSE_S, PLACE_S
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig

@@ -16,11 +16,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent import Content, EpisodeOver
-from pipeline.agent.chats import MAX_CHATS
+from pipeline.agent.endpoint.chat_server import Send
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
+from pipeline.agent.inside.chat_client import MAX_CHATS
+from pipeline.agent.inside.interface import Content, EpisodeOver
 from pipeline.agent.processes import Processes
-from pipeline.agent.questions import Send
 from pipeline.agent.session import Session
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig

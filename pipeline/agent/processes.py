@@ -8,7 +8,7 @@
     await session.close()
     await processes.close()                                       # no process is left
 
-All calls run on one event loop. The program of the processes is `host.py`.
+All calls run on one event loop. The program of the processes is `inside/main.py`.
 
 With `agent.episodes_per_process` a process serves further episodes, if the one before ended well and left no thread,
 child, task or timer. An episode that does not begin in such a process begins again in a fresh one.

@@ -1,4 +1,4 @@
-"""One episode on the run's side: requests to its process (`host.py`), and the handling of failures."""
+"""One episode on the run's side: requests to its process (`inside/main.py`), and the handling of failures."""
 
 import asyncio
 import copy
@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
+from pipeline.agent.endpoint.chat_server import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
-from pipeline.agent.replies import Returned, checked, checked_content, checked_result
-from pipeline.agent.schema import mistake, whole
+from pipeline.agent.inside import frames
+from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation
+from pipeline.agent.inside.replies import Returned, checked, checked_content, checked_result
+from pipeline.agent.inside.schema import mistake, whole
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 
 log = logging.getLogger(__name__)

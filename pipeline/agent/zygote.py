@@ -1,4 +1,4 @@
-"""The run's side of the zygote, the process that environment processes are forked from (`host.py`)."""
+"""The run's side of the zygote, the process that environment processes are forked from (`inside/main.py`)."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.agent import frames
-from pipeline.agent.host import END_S, START
-from pipeline.agent.remote import MCP, OPENENV
+from pipeline.agent.inside import frames
+from pipeline.agent.inside.main import END_S, START
+from pipeline.agent.inside.remote import MCP, OPENENV
 from pipeline.config.agent import AgentConfig
 
 START_S = 120.0  # seconds in which the user's files must be imported
@@ -69,7 +69,7 @@ class Zygote:
 
     def __init__(self, config: AgentConfig) -> None:
         named = [spec for spec in [config.environment, *config.tools] if spec and spec.startswith((MCP, OPENENV))]
-        self._start_s = START_S + config.open_timeout_s * len(named)  # and the time of each server to answer
+        self._start_s = START_S + config.reset_timeout_s * len(named)  # and the time of each server to answer
         self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -266,7 +266,7 @@ class Zygote:
 
 
 def _settings(config: AgentConfig) -> dict[str, Any]:
-    """Make the settings of an environment process (`host.START`)."""
+    """Make the settings of an environment process (`main.START`)."""
     return {
         "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
         "package": str(_PACKAGE),
@@ -278,7 +278,7 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
-            "within_s": config.open_timeout_s,
+            "within_s": config.reset_timeout_s,
         },
     }
 

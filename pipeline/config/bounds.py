@@ -115,7 +115,7 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
         elif not bounds.allow(value):
             null = ", or null" if item.default is None and not bounds.choices else ""
             _, removed = VALUES.get(key, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
-            why = f"; {value} was removed: {removed}" if removed else ""
+            why = f"; {value} no longer exists: {removed}" if removed else ""
             yield f"{key}={as_argument(value)} must be {bounds.words()}{null}{why}"
 
 

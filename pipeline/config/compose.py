@@ -30,7 +30,7 @@ from yaml import YAMLError
 from pipeline.config import mappings
 from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
-from pipeline.config.renamed import FORGOTTEN, VALUES
+from pipeline.config.renamed import FORGOTTEN, MOVED, VALUES
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
@@ -305,7 +305,7 @@ def save_yaml(config: Any, path: str | Path) -> None:
 def load_yaml(path: str | Path, schema: type[T]) -> T:
     """Read settings that `save_yaml` wrote. Missing keys take their defaults.
 
-    Removed keys (`FORGOTTEN`) are left out, and removed values (`VALUES`) are replaced.
+    Old keys and values (`renamed`) become current ones.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -317,7 +317,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         content = OmegaConf.load(path)
         if not content:
             raise ConfigError(f"{path} is empty")
-        _replace_removed(content)
+        _update(content)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
@@ -331,21 +331,21 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     return typing.cast(T, config)
 
 
-def _replace_removed(content: Any) -> None:
-    """Leave out the keys of `FORGOTTEN` and replace removed values by those of `VALUES`, in named agents too."""
-    for key in (*FORGOTTEN, *VALUES):
+def _update(content: Any) -> None:
+    """Put current keys and values in place of old ones, also in named agents, and leave out the keys of `FORGOTTEN`."""
+    for key in (*FORGOTTEN, *MOVED, *VALUES):
         *sections, name = key.split(".")
         place = content
         for section in sections:
             place = place.get(section) if isinstance(place, DictConfig) else None
         named = place.get("named") if isinstance(place, DictConfig) else None
         for one in (place, *(named.values() if isinstance(named, DictConfig) else ())):
-            if not isinstance(one, DictConfig):
+            if not isinstance(one, DictConfig) or name not in one:
                 continue
-            if key in FORGOTTEN:
-                one.pop(name, None)
-            elif one.get(name) in VALUES[key]:
-                one[name] = VALUES[key][one[name]][0]
+            if key in VALUES:
+                one[name] = VALUES[key].get(one[name], (one[name],))[0]
+            elif (old := one.pop(name)) is not None and key in MOVED:
+                one[MOVED[key].rpartition(".")[2]] = old
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:

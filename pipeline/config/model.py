@@ -26,7 +26,7 @@ class LoraConfig:
     """Linear layers that get an adapter: `all-linear` (all except the head), a list of names such as `[q_proj,v_proj]`,
     or a regular expression for whole names."""
 
-    publish: str = setting("merged", choices=("merged", "adapter"))
+    weight_sync: str = setting("merged", choices=("merged", "adapter"))
     """Weights that engines get: `merged` sends whole weights with the adapter added; `adapter` sends only the adapter,
     which is small, but engines then read the base from `model.path` and generate more slowly."""
 
@@ -36,7 +36,7 @@ class LoraConfig:
     @property
     def alone(self) -> bool:
         """True if engines get the adapter without the base."""
-        return self.rank > 0 and self.publish == "adapter"
+        return self.rank > 0 and self.weight_sync == "adapter"
 
     @property
     def well_formed(self) -> bool:
@@ -55,11 +55,11 @@ class LoraConfig:
             "{model.lora.path} does nothing with {model.lora.rank}; set model.lora.rank to the adapter's rank": (
                 self.path and not self.rank
             ),
-            "{model.lora.publish} does nothing with {model.lora.rank}; set model.lora.rank above 0": (
-                self.publish == "adapter" and not self.rank
+            "{model.lora.weight_sync} does nothing with {model.lora.rank}; set model.lora.rank above 0": (
+                self.weight_sync == "adapter" and not self.rank
             ),
             f"{{model.lora.rank}} is above {LARGEST_ALONE}, the limit of an engine's adapter; set "
-            "model.lora.publish=merged": self.alone and self.rank > LARGEST_ALONE,
+            "model.lora.weight_sync=merged": self.alone and self.rank > LARGEST_ALONE,
             "{model.lora.target_modules} must be all-linear, a list of names or a regular expression": (
                 not self.well_formed
             ),

@@ -63,7 +63,7 @@ class RolloutConfig:
     max_engines: int | None = setting(None, at_least=1)
     """Most engines of an elastic pool. Null takes `num_engines`."""
 
-    update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
+    weight_update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
     """Time at which an engine takes new weights: `between_chunks`, so each response comes from one version, or
     `in_flight`, between two tokens (needs `algorithm.max_staleness` above 0)."""
 

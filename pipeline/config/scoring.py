@@ -39,13 +39,13 @@ class ReferenceConfig(ScorerConfig):
     path: str | None = setting(None, path="model")
     """Hugging Face model: a folder or a hub name. Null takes `model.path`."""
 
-    where: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
+    placement: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
     """Place of the reference. `replicas`: whole models in Ray actors, which score rows before the advantages.
     `train_workers`, for a KL in the loss: one model, sharded like the policy; with adapters and no `path`, the policy
     without its adapter. Null: train workers if that needs no second model, else replicas."""
 
     offload: bool = False
-    """Keep the sharded model of `where=train_workers` in host memory; each layer visits the GPU when it is needed."""
+    """Keep the sharded model of `placement=train_workers` in host memory; each layer visits the GPU when it is used."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The tool calls of a served model: vLLM's parser that reads them, or a refusal of requests with tools.
 
-The parser is proven as before a run (`agent/calls.py`): it must read a call that the model's own chat template writes.
+The parser is proven as before a run (`agent/tokens/calls.py`): it must read a call that the model's own chat template
+writes.
 """
 
 import json
@@ -39,8 +40,8 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
     if parser == NONE:
         return model
     # These imports take seconds.
-    from pipeline.agent.bridge import Bridge
-    from pipeline.agent.calls import Reader
+    from pipeline.agent.tokens.bridge import Bridge
+    from pipeline.agent.tokens.calls import Reader
     from pipeline.config.model import ModelConfig
     from pipeline.models.tokenizer import load_tokenizer
 

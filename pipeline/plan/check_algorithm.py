@@ -104,8 +104,8 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         f"{{critic.warmup}} trains a critic first, but algorithm.adv_estimator={name} has none; set critic.warmup=0": (
             critic.warmup > 0 and not uses_critic(config)
         ),
-        "{model.lora.publish} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set the "
-        "first to merged": config.model.lora.alone and uses_policy_scores(config),
+        "{model.lora.weight_sync} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set "
+        "the first to merged": config.model.lora.alone and uses_policy_scores(config),
         f"{{algorithm.adv_estimator}} with {_truncation(config)}: the engine's probabilities are renormalised over the "
         f"tokens it keeps, and the estimator's sums are over the whole vocabulary; {_ALL_TOKENS}": (
             _truncation(config) and uses_policy_scores(config)
@@ -168,12 +168,12 @@ def _reference(config: Config) -> dict[str, object]:
     reference, offload = config.scoring.reference, "{scoring.reference.offload}"
     offloads = reference.offload and reads_reference(config)
     return {
-        "{scoring.reference.where} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows reach "
-        "the train workers; set where=replicas, or use actor.use_kl_loss=true instead": (
-            reference.where == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
+        "{scoring.reference.placement} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows "
+        "reach the train workers; set it to replicas, or use actor.use_kl_loss=true instead": (
+            reference.placement == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
         ),
         f"{offload} is for a reference sharded over the train workers, but replicas hold it whole; set "
-        "scoring.reference.where=train_workers too, or leave it out": offloads and uses_reference(config),
+        "scoring.reference.placement=train_workers too, or leave it out": offloads and uses_reference(config),
         f"{offload} with {{model.lora.rank}}: the reference is the policy without its adapters, whose weights "
         "actor.fsdp.offload=all moves; leave it out": offloads and reference_is_base(config),
         f"{offload} moves weights from a GPU to host memory, but {{trainer.use_gpu}}; leave it out": (

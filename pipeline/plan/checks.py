@@ -81,7 +81,7 @@ def _sections(config: Config) -> dict[str, object]:
         check_scheme(trainer.storage_path or ".")
     except ValueError as error:
         scheme = str(error)
-    on, alone = "{algorithm.filter_groups.enable}", "{model.lora.publish}"
+    on, alone = "{algorithm.filter_groups.enable}", "{model.lora.weight_sync}"
     adapter = config.model.lora.alone
     engine_kwargs = [name for name in ENGINE_LORA if name in rollout.engine_kwargs]
     return {
@@ -199,7 +199,7 @@ def _batches(config: Config) -> Iterator[str]:
 def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticConfig) -> Iterator[str]:
     """Yield a sentence if the contexts of the longest episode exceed a forward pass, and the loss needs them
     together."""
-    key = "max_turns" if config.agent.history == "template" else "max_contexts"
+    key = "max_turns" if config.agent.context == "rerender" else "max_contexts"
     most = most_contexts(config)
     given = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
     setting, budget = _budget(config, name, given)

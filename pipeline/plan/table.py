@@ -37,7 +37,9 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     )
     if lora := config.model.lora.rank:
         trained = f" with {_count_words(memory.adapter)} parameters" if memory else ""
-        table.add_row("adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.publish]}")
+        table.add_row(
+            "adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.weight_sync]}"
+        )
     table.add_row("algorithm", ", ".join(_algorithm(config)))
     table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
     if uses_agent(config):

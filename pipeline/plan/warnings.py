@@ -63,8 +63,8 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
         f"{chunks} chunks do not divide evenly among {{rollout.num_engines}}; some engines have one chunk more to do": (
             rollout.chunks_in_flight == 0 and chunks % rollout.num_engines
         ),
-        "{rollout.update} with {algorithm.max_staleness}: no response runs while weights change, so it has no effect; "
-        "raise max_staleness": rollout.update == "in_flight" and config.algorithm.max_staleness == 0,
+        "{rollout.weight_update} with {algorithm.max_staleness}: no response runs while weights change, so it has no "
+        "effect; raise max_staleness": rollout.weight_update == "in_flight" and config.algorithm.max_staleness == 0,
         f"{{rollout.cpu_kvcache_space_gb}} holds fewer than {{rollout.max_num_seqs}} sequences of full length "
         f"({shown(cached)} needed); the engine queues the rest": (
             rollout.num_gpus == 0 and cached > rollout.cpu_kvcache_space_gb << 30

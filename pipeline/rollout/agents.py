@@ -3,16 +3,16 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader
-from pipeline.agent.commanded import Command
-from pipeline.agent.endpoint import SAMPLED, Endpoint
-from pipeline.agent.episode import Opened
+from pipeline.agent.endpoint.server import SAMPLED, Endpoint
 from pipeline.agent.hosts import Hosts
-from pipeline.agent.language import Language
+from pipeline.agent.player import Player
 from pipeline.agent.processes import Processes
+from pipeline.agent.program import ClientProgram, Program
 from pipeline.agent.session import Session
-from pipeline.agent.world import World
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.language import Language
+from pipeline.agent.turns import Turns
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -91,21 +91,21 @@ class Agent:
                 )
             return self._language
 
-    async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Opened:
-        """Begin an episode; see `Processes.open` and `Hosted.open`."""
+    async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Player:
+        """Begin an episode, and return its player; see `Processes.open` and `Hosted.open`."""
         config = self.config
         if not config.plays:
-            return None, World(config, None, {}, environment=False)
-        session = await self._processes.open(row, seed, config.open_timeout_s)
+            return Turns(config, None, {}, environment=False)
+        session = await self._processes.open(row, seed, config.reset_timeout_s)
         if config.command or self.loaded.client:
             # Requests go to an address of this node (`AgentConfig.problems`, `_check_client`).
             assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
-            return Command(session, self._endpoint, chosen, longest), None
+            return ClientProgram(session, self._endpoint, chosen, longest)
         if config.program is not None:
-            return session, None
-        return session, World(config, session, self.loaded.timeouts, config.environment is not None)
+            return Program(session)
+        return Turns(config, session, self.loaded.timeouts, config.environment is not None)
 
     async def close(self) -> None:
         """End the processes of environment, tools and programs."""

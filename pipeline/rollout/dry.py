@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.agent import Call
-from pipeline.agent.calls import example
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
+from pipeline.agent.inside.interface import Call
+from pipeline.agent.tokens.calls import example
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
 from pipeline.generation import Generation
@@ -90,7 +90,7 @@ class Rehearsal(Episodes):
         # The second answer shows that the conversation goes on. An episode that is late has failed.
         turns = own.max_turns if own.driven else min(2, own.max_turns)
         engine: Any = None
-        agents = {name: replace(own, late="error", max_turns=turns)}
+        agents = {name: replace(own, on_timeout="error", max_turns=turns)}
         super().__init__(agents, config.data, tokenizer, engine, config.trainer.seed, seed_requests=False)
         self._agent, self._most = self._agents[name], own.max_turns
         self._sampling = Sampling.of(config.rollout, config.data.max_response_length, "train")

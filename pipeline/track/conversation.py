@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.agent.forms import prompt_length, split
+from pipeline.agent.inside.forms import prompt_length, split
 from pipeline.conversations import answered
 from pipeline.rows import ANSWER, OBSERVATION
 

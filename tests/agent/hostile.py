@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 
-from pipeline.agent import Environment, Observation, ToolError, frames
+from pipeline.agent import Environment, Observation, ToolError
+from pipeline.agent.inside import frames
 
 
 class Boom(Exception):

@@ -152,7 +152,7 @@ def cut() -> pa.Table:
 def slow(update: str) -> dict[str, Any]:
     """Episodes with slow environments, and a chunk of the next version that arrives in their middle."""
     rollout = place.config.rollout
-    rollout.update = update
+    rollout.weight_update = update
     first = place.step()
     place.generate(place.talks(first))
     second = place.step()
@@ -165,7 +165,7 @@ def slow(update: str) -> dict[str, Any]:
         return list(await asyncio.gather(place.rollout(place.talks(first, pause_s=0.2)), later()))
 
     old, new = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
-    rollout.update = "between_chunks"
+    rollout.weight_update = "between_chunks"
     return {"gaps": gaps(old, new, first, second), "first": first, "second": second, "old": old, "new": new}
 
 
@@ -183,7 +183,7 @@ def gaps(old: pa.Table, new: pa.Table, first: int, second: int) -> dict[str, flo
 def between_turns(gate: str) -> dict[str, Any]:
     """Weights that change while all episodes wait for their first reply, and a KV cache that keeps what it holds."""
     rollout = place.config.rollout
-    rollout.update, rollout.update_kv = "in_flight", "keep"
+    rollout.weight_update, rollout.update_kv = "in_flight", "keep"
     first, second = place.step(), place.step()
     episodes = 2 * rollout.n
     cached: list[int] = []
@@ -208,7 +208,7 @@ def between_turns(gate: str) -> dict[str, Any]:
         old, new = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
     finally:
         vllm.read = read
-    rollout.update, rollout.update_kv = "between_chunks", "recompute"
+    rollout.weight_update, rollout.update_kv = "between_chunks", "recompute"
     found = gaps(old, new, first, second)
     return {"gaps": found, "first": first, "second": second, "old": old, "cached": cached[-episodes:]}
 

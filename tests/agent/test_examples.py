@@ -15,7 +15,7 @@ from jobs.prepare.__main__ import main
 from jobs.tiny import build_tokenizer, texts
 from pipeline.agent import Call, Message, Observation, ToolError
 from pipeline.agent.errors import PolicyMistake
-from pipeline.agent.load import load
+from pipeline.agent.inside.load import load
 from pipeline.agent.processes import Processes
 from pipeline.config import load_config
 from pipeline.config.agent import AgentConfig

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.frames import MAX_REASON, MAX_TEXT
+from pipeline.agent.inside.frames import MAX_REASON, MAX_TEXT
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
@@ -300,7 +300,7 @@ def test_what_a_tool_says_is_cut_wherever_it_goes() -> None:
             for kind, words in kinds.items():
                 came, text, seconds = await say(processes, kind)
                 assert came == how and len(text) <= most and re.search(words, text), (kind, came, text[:200])
-                assert seconds < 5, kind
+                assert seconds < 30, kind
 
     run(AgentConfig(tools=[TOOLS]), play)
 

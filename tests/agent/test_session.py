@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.frames import encode
+from pipeline.agent.inside.frames import encode
 from pipeline.agent.session import Session
 from pipeline.agent.zygote import Loaded
 

@@ -12,7 +12,7 @@ from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.hosts import Host
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
-from tests.agent.test_chats import PROMPT, Policy
+from tests.agent.inside.test_chat_client import PROMPT, Policy
 from tests.agent.test_hostile import FAILURES, GOOD, config, wait_until_gone
 from tests.agent.test_processes import ROW, run
 

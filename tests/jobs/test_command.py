@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import JOBS, main
+from jobs.command import called, new_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,9 +59,17 @@ def test_a_job_gets_its_arguments_and_the_current_folder(
     assert main(["docs-configuration", "--check"]) in (0, 1)
 
 
+def test_texts_name_a_job_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/slipstream", "train"])
+    assert called("train") == ["slipstream", "train"]
+    assert new_parser("show", "", "  python -m jobs.show runs/a").epilog == "  slipstream show runs/a"
+    monkeypatch.setattr(sys, "argv", ["/code/jobs/train.py"])
+    assert called("train") == ["python", "-m", "jobs.train"]
+
+
 def test_the_package_installs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"slipstream": "jobs.__main__:main"}
+    assert project["scripts"] == {"slipstream": "slipstream:main"}
 
 
 def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
@@ -79,7 +88,7 @@ EXTRAS = ("anthropic", "mcp", "openai", "tensorboard", "tree_sitter", "tree_sitt
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
-import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.load, pipeline.track.loggers
+import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.inside.load, pipeline.track.loggers
 from jobs.from_verl import main
 sys.exit(main(["run.sh"]))
 """

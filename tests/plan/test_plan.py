@@ -106,7 +106,7 @@ def test_stages_exist_where_something_reads_what_they_write():
     assert names() == plain
     assert names(*PPO) == [*plain[:3], "reference", "value", "train"]
     assert names("actor.use_kl_loss=true") == [*plain[:3], "reference", "train"]
-    assert names("actor.use_kl_loss=true", "scoring.reference.where=train_workers") == plain
+    assert names("actor.use_kl_loss=true", "scoring.reference.placement=train_workers") == plain
     assert names("critic.enable=true") == [*plain[:3], "value", "train"]
     assert names("algorithm.adv_estimator=optimal_token_baseline") == [*plain[:3], "policy", "train"]
 

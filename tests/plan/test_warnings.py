@@ -58,7 +58,7 @@ ALONE = (
         ("algorithm.adv_estimator=turn_grpo", "algorithm.adv_estimator"),
         ("rollout.num_engines=65", "rollout.num_engines | rollout.num_engines"),
         ("rollout.num_engines=3", "rollout.num_engines"),
-        ("rollout.update=in_flight", "rollout.update"),
+        ("rollout.weight_update=in_flight", "rollout.weight_update"),
         ("data.sampler=solve_rate", "data.sampler"),
         (f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=16", "actor.parallel.tensor"),
         (
@@ -111,9 +111,9 @@ def test_what_is_probably_not_meant_is_noted(overrides, keys, named):
         ("algorithm.lam=0.5", "algorithm.lam=0.5"),
         ("actor.policy_loss.dro_beta=0.5", "actor.policy_loss.dro_beta=0.5"),
         ("scoring.reference.path=other/model", "scoring.reference.path=other/model"),
-        ("scoring.reference.where=train_workers", "scoring.reference.where=train_workers"),
+        ("scoring.reference.placement=train_workers", "scoring.reference.placement=train_workers"),
         (
-            "actor.use_kl_loss=true scoring.reference.where=train_workers scoring.reference.num_workers=2 "
+            "actor.use_kl_loss=true scoring.reference.placement=train_workers scoring.reference.num_workers=2 "
             "scoring.reference.max_token_len=20000 scoring.reference.dtype=bfloat16",
             "scoring.reference.num_workers=2, scoring.reference.max_token_len=20000",
         ),
