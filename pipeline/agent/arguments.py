@@ -19,7 +19,7 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import extend
 from referencing import Registry
 
-from pipeline.agent.frames import cut
+from pipeline.agent.inside.frames import cut
 
 CHECK_S = 2.0
 """Most seconds of CPU time that a check may take."""

@@ -11,10 +11,10 @@ from jsonschema import Draft202012Validator
 
 from pipeline.agent import arguments
 from pipeline.agent.arguments import check_schema, mistake, whole
-from pipeline.agent.calls import example
-from pipeline.agent.schema import schema_of
+from pipeline.agent.inside.schema import schema_of
+from pipeline.agent.tokens.calls import example
 from tests.agent.hostile_values import NAMES, SCHEMAS, VALUES
-from tests.agent.test_schema import move, search
+from tests.agent.inside.test_schema import move, search
 
 EVIL, LONG = "(a+)+$", "a" * 60 + "!"
 """A pattern, and a text on which it takes longer than the universe is old."""
