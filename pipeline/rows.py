@@ -84,7 +84,7 @@ load_s | float32 | rollout | metrics | seconds from admission to loaded weights
 AGENT = _columns("""
 contexts | contexts | rollout | reference, value, policy, train | sequences of the response; null or empty if it is one
 spans | spans | rollout | reward, advantage, track | answers and observations of the response, with the answers' rewards
-messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (agent/forms.py)
+messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (`forms.py`)
 env_score | float32 | rollout | reward | sum of the environment's rewards; 0 where it failed
 env_parts | string | rollout | reward | further numbers of the environment, as JSON
 env_error | string | rollout | reward | why the environment failed, else null
@@ -160,7 +160,7 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
         if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             column = pa.array(column, type=field.type)
         if len(column) != len(table):
-            raise ValueError(f"column {field.name!r} has {len(column)} rows where the table has {len(table)}")
+            raise ValueError(f"column {field.name!r} has {len(column)} rows, but the table has {len(table)}")
         table = table.append_column(pa.field(field.name, field.type), column.cast(field.type))
     return table
 

@@ -110,7 +110,9 @@ def launch(commands: list[Command], source: str, settings: Settings, script: Wor
     for _, program, arguments in starts[:1]:
         settings.add(arguments, script)
         if _ASYNC.fullmatch(program):
-            settings.notes.append(f"{program} generates ahead; here algorithm.max_staleness and rollout.update do that")
+            settings.notes.append(
+                f"{program} generates ahead; here algorithm.max_staleness and rollout.weight_update do that"
+            )
     for command, program, _ in starts[1:]:
         settings.cannot.append(f"{source} starts {program} again{_line(command)}, which is not converted")
     for command, program in others:

@@ -52,7 +52,7 @@ def adapters(state: State) -> None:
         return
     # Unless it merges, verl sends engines the adapter alone.
     merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
-    state.set("model.lora.publish", "merged" if merges else "adapter")
+    state.set("model.lora.weight_sync", "merged" if merges else "adapter")
 
 
 def reference(state: State) -> None:
@@ -63,7 +63,7 @@ def reference(state: State) -> None:
         return
     in_reward = state.get("algorithm.use_kl_in_reward")
     if "reference" in state.scorers and not in_reward:
-        state.set("scoring.reference.where", TRAIN_WORKERS)
+        state.set("scoring.reference.placement", TRAIN_WORKERS)
         ranks = state.get("actor.parallel.sequence")
         name = f"{_REF}.ulysses_sequence_parallel_size"
         state.leave(name, f"the reference is divided as the actor is, actor.parallel.sequence={ranks}")

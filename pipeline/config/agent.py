@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.bounds import setting
+from pipeline.config.renamed import MOVED
 from pipeline.config.schema import expected
 
 CODE = ("environment", "kwargs", "tools", "program", "command")
@@ -45,9 +46,9 @@ class AgentConfig:
     max_contexts: int = setting(1, at_least=1)
     """Conversations of one episode, each a sequence of tokens; a program may begin several."""
 
-    history: str = setting("keep", choices=("keep", "template"))
-    """Earlier answers as a later turn sees them: `keep` what was sampled, or what the chat `template` shows; where that
-    differs (templates of reasoning models leave out thinking), the turn begins a new sequence of the row."""
+    context: str = setting("keep", choices=("keep", "rerender"))
+    """Earlier answers in the prompt of a later turn: `keep` them as sampled, or `rerender` them with the chat template,
+    which leaves out thinking, for example. A turn for which that differs begins a new sequence of the row."""
 
     python: str | None = setting(None, path="program")
     """Interpreter of environment processes; null takes the run's own."""
@@ -82,17 +83,18 @@ class AgentConfig:
     max_parallel_calls: int = setting(8, at_least=1)
     """Tool calls of one answer; further ones get an error that the model reads."""
 
-    on_malformed: str = setting("tell", choices=("tell", "end", "mask"))
-    """A tool call that cannot be read: `tell` the model, `end` the episode, or `mask` the answer and tell the model."""
+    on_malformed: str = setting("retry", choices=("retry", "end", "mask"))
+    """A tool call that cannot be read: the model reads the error and may `retry`; `end` ends the episode; `mask` is
+    `retry` without training on the answer."""
 
-    open_timeout_s: float = setting(60.0, above=0)
+    reset_timeout_s: float = setting(60.0, above=0)
     """Seconds in which an environment must begin an episode; after them the row is an error."""
 
     step_timeout_s: float = setting(30.0, above=0)
     """Seconds in which an environment or a tool must reply; after them the row is an error."""
 
     episode_timeout_s: float = setting(600.0, above=0)
-    """Seconds of one episode; after them `late` applies."""
+    """Seconds of one episode; after them `on_timeout` applies."""
 
     max_episodes: int = setting(4096, at_least=1)
     """Episodes that one engine plays at once, each in a process of its own; further ones wait. Of a `command` that
@@ -102,7 +104,7 @@ class AgentConfig:
     """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each
     has a fresh one."""
 
-    late: str = setting("error", choices=("error", "score"))
+    on_timeout: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
 
     same_seed_in_group: bool = True
@@ -134,7 +136,7 @@ class AgentConfig:
             ValueError: as `declared`.
         """
         declared = self.declared()
-        limits = {"episode_timeout_s": self.episode_timeout_s, "late": self.late}
+        limits = {"episode_timeout_s": self.episode_timeout_s, "on_timeout": self.on_timeout}
         plain = AgentConfig(reasoning_parser=self.reasoning_parser, **limits)  # type: ignore[arg-type]
         return {TOOL_AGENT: declared[None], SINGLE_TURN: plain, **declared}
 
@@ -151,6 +153,8 @@ class AgentConfig:
         kinds = {inner: kind for inner, kind in get_type_hints(AgentConfig).items() if inner != "named"}
         given = {code: getattr(default, code) for code in self._own(name) if code in CODE}
         for inner, value in settings.items():
+            if (new := MOVED.get(f"agent.{inner}")) is not None:
+                raise ValueError(f"there is no key {key}.{inner}; it is called {new.replace('agent', key, 1)} now")
             if inner not in kinds:
                 raise ValueError(f"there is no key {key}.{inner}; the keys of an agent are {', '.join(kinds)}")
             try:
@@ -197,7 +201,7 @@ class AgentConfig:
     @property
     def most_contexts(self) -> int:
         """Sequences that one episode of this agent may have."""
-        return self.max_turns if self.history == "template" else self.max_contexts
+        return self.max_turns if self.context == "rerender" else self.max_contexts
 
     @property
     def scored_by(self) -> str:
@@ -243,8 +247,8 @@ class AgentConfig:
             ),
             "{agent.tools} with {agent.max_turns}: the model could call a tool and never read its reply; set max_turns "
             "to 2 or more": self.tools and self.max_turns == 1 and alone,
-            "{agent.open_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
-                (self.driven or not alone) and self.open_timeout_s > self.episode_timeout_s
+            "{agent.reset_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
+                (self.driven or not alone) and self.reset_timeout_s > self.episode_timeout_s
             ),
             "{agent.step_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
                 self.used and not self.driven and self.step_timeout_s > self.episode_timeout_s

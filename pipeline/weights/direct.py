@@ -119,7 +119,7 @@ class PublishedMemory:
         except Exception as error:
             raise RuntimeError(
                 f"train rank {self._rank}: NIXL cannot register {data.nbytes} bytes of {data.device} for "
-                f"trainer.weight_transport=nixl ({error!r}); UCX_LOG_LEVEL=debug in trainer.env_vars says more"
+                f"trainer.weight_transport=nixl ({error!r}); set UCX_LOG_LEVEL=debug in trainer.env_vars to see more"
             ) from error
 
 

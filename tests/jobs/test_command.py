@@ -33,7 +33,7 @@ def test_every_job_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_job_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "a=1"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"slipstream: there is no job '{name}'; ") and hint in captured.err
+    assert captured.err.startswith(f"slipstream: the job '{name}' does not exist; ") and hint in captured.err
     assert captured.out == ""
 
 
@@ -95,7 +95,7 @@ EXTRAS = ("anthropic", "mcp", "openai", "peft", "tensorboard", "tree_sitter", "t
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
-import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.load, pipeline.track.loggers
+import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.inside.load, pipeline.track.loggers
 from jobs.from_verl import main
 sys.exit(main(["run.sh"]))
 """

@@ -41,7 +41,7 @@ class Made(Generator):
 
 WEIGHTS = "data.source_weights.a=1 data.source_weights.b=0.5"
 MADE = f"data.generator={__name__}:Made"
-ALONE = "model.lora.rank=4 model.lora.publish=adapter"
+ALONE = "model.lora.rank=4 model.lora.weight_sync=adapter"
 SPLIT = "rollout.tensor_parallel_size=2 rollout.num_gpus=1"
 GROUPS = "algorithm.filter_groups.enable=true"
 
@@ -63,7 +63,7 @@ GROUPS = "algorithm.filter_groups.enable=true"
         f"{MADE} data.train_files=null trainer.total_training_steps=5",
         f"{GROUPS} algorithm.filter_groups.metric=acc",
         "trainer.max_log_prob_gap=1e-3",
-        f"{ALONE} rollout.update=in_flight algorithm.max_staleness=1 model.lora.target_modules=[q_proj]",
+        f"{ALONE} rollout.weight_update=in_flight algorithm.max_staleness=1 model.lora.target_modules=[q_proj]",
     ],
 )
 def test_what_fits_passes(overrides):
@@ -75,14 +75,14 @@ def test_what_fits_passes(overrides):
     [
         ("model.path=null", "model.path"),
         ("model.lora.path=adapters/one", "model.lora.path"),
-        ("model.lora.publish=adapter", "model.lora.publish"),
-        (f"{ALONE} model.lora.rank=513", "model.lora.rank model.lora.publish"),
+        ("model.lora.weight_sync=adapter", "model.lora.weight_sync"),
+        (f"{ALONE} model.lora.rank=513", "model.lora.rank model.lora.weight_sync"),
         ("model.lora.rank=4 model.lora.target_modules=[]", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.target_modules='*('", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.path=nowhere", "model.lora.path"),
         ("trainer.weight_transport=delta", "trainer.weight_transport delta object_store"),
         (f"{ALONE} rollout.engine_kwargs.load_format=dummy", "rollout.engine_kwargs.load_format"),
-        (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "model.lora.publish algorithm.adv_estimator"),
+        (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "model.lora.weight_sync algorithm.adv_estimator"),
         ("model.path=./nowhere", "model.path"),
         ("data.train_files=null", "data.train_files"),
         ("data.val_files=null trainer.test_freq=5", "trainer.test_freq data.val_files"),
@@ -218,7 +218,7 @@ def test_packages_that_are_not_installed(monkeypatch, named):
         refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true"), f"{small} actor.fsdp.offload=optimizer"
     )
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
-    named(refusal(*ALONE.split(), "trainer.weight_transport=nixl"), "model.lora.publish trainer.weight_transport")
+    named(refusal(*ALONE.split(), "trainer.weight_transport=nixl"), "model.lora.weight_sync trainer.weight_transport")
 
 
 def test_nixl_needs_memory_that_it_can_register(monkeypatch, named):

@@ -200,7 +200,7 @@ def _arguments(given: Any, key: str) -> Any:
     try:
         return values.pack(given)
     except ValueError as error:
-        raise ValueError(f"{WHERE}: {key} holds a value that JSON has not: {error}") from error
+        raise ValueError(f"{WHERE}: {key} has a value that JSON cannot hold: {error}") from error
 
 
 def _result(wanted: Any) -> Any:
