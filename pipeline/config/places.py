@@ -76,7 +76,7 @@ def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _name_agents(agent: AgentConfig) -> None:
-    """The same for agents of their own; their values get the types of their keys."""
+    """Make the paths of named agents absolute."""
     declared = agent.declared()
     for name, settings in agent.named.items():
         own = declared[name]
