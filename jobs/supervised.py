@@ -17,9 +17,11 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs.command import as_called, called
 from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.described import default, descriptions
 from pipeline.config.paths import check_out
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
@@ -105,7 +107,7 @@ class Job(Generic[C]):
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
-        command = f"python -m jobs.{self.name}"
+        command = " ".join(called(self.name))
         if {"-h", "--help"} & set(argv):
             print(self.help())
             return 0
@@ -131,9 +133,7 @@ class Job(Generic[C]):
 
     def help(self) -> str:
         """Format the command's description and all its settings."""
-        from jobs.docs_configuration import default, descriptions
-
-        lines = [self.about.strip(), "", "settings:"]
+        lines = [as_called(self.about.strip()), "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")
             plain = default(key).replace("`", "")

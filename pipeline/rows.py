@@ -84,7 +84,7 @@ load_s | float32 | rollout | metrics | seconds from admission to loaded weights
 AGENT = _columns("""
 contexts | contexts | rollout | reference, value, policy, train | sequences of the response; null or empty if it is one
 spans | spans | rollout | reward, advantage, track | answers and observations of the response, with the answers' rewards
-messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (agent/forms.py)
+messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (`forms.py`)
 env_score | float32 | rollout | reward | sum of the environment's rewards; 0 where it failed
 env_parts | string | rollout | reward | further numbers of the environment, as JSON
 env_error | string | rollout | reward | why the environment failed, else null

@@ -1,7 +1,7 @@
 """Composition of settings: YAML files and command-line arguments become one tree of dataclasses.
 
-Hydra lays `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments over the
-dataclasses, so types are checked and an unknown key is refused. An error of Hydra becomes one sentence that names the
+Hydra merges `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments into the
+dataclasses, so types are checked and unknown keys are refused. An error of Hydra becomes one sentence that names the
 file or argument, the key, the expected value and the nearest valid key. No other module uses Hydra.
 """
 
@@ -43,11 +43,11 @@ _READ = ("True", "False", "None")
 T = TypeVar("T")
 
 _structured: Callable[[type], Any] = cache(OmegaConf.structured)
-"""A dataclass as OmegaConf holds it, to be copied and never changed: making it takes five times as long."""
+"""OmegaConf's form of a dataclass, cached because making it takes five times as long as a copy. Never change it."""
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that cannot be run; the message says which and what to do."""
+    """Error for a setting, or a combination of settings, that cannot be run. The message names it and the remedy."""
 
 
 def load_config(
@@ -56,7 +56,7 @@ def load_config(
     config_dir: str | Path | None = None,
     base: Config | None = None,
 ) -> Config:
-    """The settings of a training run; see `load`. Whether values fit together is for `checks.check`."""
+    """Return the settings of a training run; see `load`. `checks.check` tests whether values fit together."""
     return load(Config, overrides, config_name, config_dir, base)
 
 
@@ -67,17 +67,17 @@ def load(
     config_dir: str | Path | None = None,
     base: T | None = None,
 ) -> T:
-    """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
+    """Return an instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
 
     The YAML file's defaults list may name `<config_name>_schema`: Hydra then checks each file as it is merged, so an
     error can name the file.
 
     Args:
-        schema: Dataclass whose fields all have defaults; nested dataclasses are sections.
-        overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
-        config_name: Name of the first file, without `.yaml`.
-        config_dir: Further folder with config files of your own, searched besides `configs/`.
-        base: Settings to begin with instead of the defaults.
+        schema: dataclass whose fields all have defaults; nested dataclasses are sections.
+        overrides: arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
+        config_name: name of the first file, without `.yaml`.
+        config_dir: another folder with config files, searched in addition to `configs/`.
+        base: settings to begin with instead of the defaults.
 
     Raises:
         ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
@@ -121,7 +121,7 @@ def load(
 
 
 def _restore_tuples(config: Any) -> None:
-    """Make tuples again of what OmegaConf turned into lists."""
+    """Turn lists back into tuples: OmegaConf has only lists."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
@@ -131,7 +131,7 @@ def _restore_tuples(config: Any) -> None:
 
 
 def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Entry]]:
-    """The overrides as Hydra needs them, and those of mappings with free names.
+    """Split the arguments into Hydra's arguments and entries of mappings with free names.
 
     Raises:
         ConfigError: an argument cannot be read, or its key or config file does not exist.
@@ -178,7 +178,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
 
 
 def _parsed(parser: OverridesParser, value: str) -> Any:
-    """A value in Hydra's grammar.
+    """Read a value in Hydra's grammar.
 
     Raises:
         ValueError: it cannot be read, or it is several values.
@@ -193,7 +193,7 @@ def _parsed(parser: OverridesParser, value: str) -> Any:
 
 
 def _choice(group: str, value: Any, folders: list[Path]) -> str:
-    """The argument that lays the file, or the files, `value` of `group` over the settings before them.
+    """Return the argument with which Hydra merges the file or files `value` of `group` over earlier settings.
 
     Raises:
         ConfigError: there is no such file.
@@ -222,7 +222,7 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
 
 
 def _sentence(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> str:
-    """One sentence for what Hydra or OmegaConf refused."""
+    """Write one sentence for an error of Hydra or OmegaConf."""
     valid, cause = keys(schema), _cause(error)
     if isinstance(cause, YAMLError):
         return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
@@ -252,7 +252,7 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
 
 
 def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
-    """The section to which the file that `message` names gives a plain value (OmegaConf does not say which)."""
+    """Find the section to which the file named in `message` gives a plain value (OmegaConf does not name it)."""
     sections = {".".join(name.split(".")[:i]) for name in valid for i in range(1, name.count(".") + 1)}
     for section in sorted(sections):
         source, value = _source(message, section, folders, [])
@@ -262,7 +262,8 @@ def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path])
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The YAML error, or the innermost OmegaConf error that knows its key, behind `error`; else `error` itself."""
+    """Return the YAML error, or the innermost OmegaConf error with a key, in the chain of causes of `error`; else
+    `error`."""
     found = error
     seen: BaseException | None = error
     while seen is not None:
@@ -273,7 +274,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
-    """Who set `full_key` (file or argument) and to what."""
+    """Return the file or argument that set `full_key`, and the value."""
     if message.startswith("In '"):
         name = message.split("'")[1]
         for folder in folders:
@@ -290,7 +291,7 @@ def _source(message: str, full_key: str, folders: list[Path], overrides: list[st
 
 
 def to_flat(config: Any) -> dict[str, Any]:
-    """Every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
+    """Return every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -302,7 +303,7 @@ def to_flat(config: Any) -> dict[str, Any]:
 
 
 def save_yaml(config: Any, path: str | Path) -> None:
-    """Write the resolved settings to `path` in one piece: a reader finds the old file or the new one."""
+    """Write the resolved settings to `path` atomically: a reader finds the old file or the new one."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     part.write_text(OmegaConf.to_yaml(dataclasses.asdict(config)), encoding="utf-8")
@@ -310,8 +311,9 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def load_yaml(path: str | Path, schema: type[T]) -> T:
-    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults. Old keys
-    and values (`renamed`) become current ones.
+    """Read settings that `save_yaml` wrote. Missing keys take their defaults.
+
+    Old keys and values (`renamed`) become current ones.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -358,6 +360,6 @@ def _update(content: Any) -> None:
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
-    """Settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
+    """Return the settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
     flat_a, flat_b = to_flat(config_a), to_flat(config_b)
     return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]

@@ -1,12 +1,12 @@
 """Arguments that set a mapping with free names, such as `reward.source_scale.openai/gsm8k=2`.
 
-Hydra's grammar takes few of the names that data sources have, so these arguments are read here and laid over the
-settings that Hydra has composed.
+Hydra's grammar allows few of the names that data sources have, so these arguments are read here and merged into the
+settings after Hydra has composed them.
 
     reward.source_scale.openai/gsm8k=2          if values are not mappings, all up to the first `=` is one name
     'reward.source_scale."x=y"=2'               a name in quotes, as in JSON
     'reward.rule_kwargs={"math.v2": {"strict": true}}'  JSON, or Hydra's {name: value}
-    ~reward.source_scale.openai/gsm8k           takes out a name that a file has set
+    ~reward.source_scale.openai/gsm8k           removes a name that a file has set
 """
 
 import json
@@ -36,22 +36,22 @@ class Entry:
     """One argument."""
 
     text: str
-    """As it was typed."""
+    """The argument as typed."""
     key: Key
-    """The mapping."""
+    """Setting that holds the mapping."""
     names: tuple[str, ...]
-    """Where inside the mapping."""
+    """Path inside the mapping."""
     value: Any
     removes: bool = False
 
     @property
     def place(self) -> str:
-        """The key with its names, as they are written."""
+        """Key and names as written in an argument."""
         return ".".join([self.key.name, *(_written(name) for name in self.names)])
 
 
 def key_of(text: str, valid: dict[str, Key]) -> Key | None:
-    """The mapping that the argument `text` sets, or sets a name of."""
+    """Return the mapping that the argument `text` sets, wholly or in part."""
     name = text.lstrip("+~")
     for key in valid.values():
         begins = typing.get_origin(key.type) is dict and name.startswith(key.name)
@@ -61,7 +61,7 @@ def key_of(text: str, valid: dict[str, Key]) -> Key | None:
 
 
 def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
-    """The argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
+    """Read the argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
 
     Raises:
         ValueError: the names or the value cannot be read, or the sentences of `parse`.
@@ -95,11 +95,11 @@ def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
 
 
 def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
-    """Put the entries into `settings`, one after the other. A mapping is merged with the one that is there, unless it
-    is empty.
+    """Merge the entries into `settings`, in order. A mapping is merged with the existing one, but an empty one replaces
+    it.
 
     Raises:
-        ValueError: a value has the wrong type, or a name to be taken out is not there.
+        ValueError: a value has the wrong type, or a name to be removed does not exist.
     """
     # Hydra forbids new names in mappings; sections have no others than their fields anyway.
     OmegaConf.set_struct(settings, None)
@@ -121,7 +121,7 @@ def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
 
 
 def check(key: Key, value: Any) -> None:
-    """Refuse values that OmegaConf lets pass.
+    """Refuse values that OmegaConf does not check.
 
     Raises:
         ValueError: a value of the mapping has the wrong type.
@@ -224,7 +224,7 @@ def _written(name: str) -> str:
 
 
 def _depth(kind: Any) -> int | None:
-    """Names from a mapping to its values; None if values may be mappings of any depth."""
+    """Return the number of names from a mapping to its values; None if values may be mappings of any depth."""
     value = typing.get_args(kind)[1]
     if value is Any:
         return None
@@ -235,7 +235,7 @@ def _depth(kind: Any) -> int | None:
 
 
 def _inner(kind: Any, names: int) -> Any:
-    """The type of what lies so many names inside a mapping."""
+    """Return the type of the values that lie `names` levels inside a mapping."""
     for _ in range(names):
         kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
     return kind
@@ -257,10 +257,10 @@ def _value(text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _named_by_text(value: Any, text: str) -> Any:
-    """`value` with text for names that Hydra reads as numbers, truth values or null.
+    """Replace names that Hydra reads as numbers, truth values or null by their text.
 
     Raises:
-        ValueError: it is not known how a name was written.
+        ValueError: the original spelling of a name is unknown.
     """
     if isinstance(value, list):
         return [_named_by_text(part, text) for part in value]

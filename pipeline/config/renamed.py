@@ -1,4 +1,4 @@
-"""Keys and values that were renamed or removed, and the sentence with which a run refuses them."""
+"""Renamed and removed keys and values, with the sentence that refuses each."""
 
 MOVED = {
     "agent.late": "agent.on_timeout",
@@ -32,10 +32,10 @@ RENAMED: dict[str, str] = {
     "its file is imported once, and each episode is a fork",
     **{old: f"it is called {new} now" for old, new in MOVED.items()},
 }
-"""Old key to the reason and the key that takes its place."""
+"""Old keys, with the reason and the key that replaces each."""
 
 FORGOTTEN = ("agent.preload",)
-"""Removed keys that folders of runs hold, and that changed no result: they are left out when a folder is read."""
+"""Removed keys in old run folders that never changed a result. They are left out when a folder is read."""
 
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "agent.context": {"template": ("rerender", "it is called rerender now")},
@@ -43,4 +43,4 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},
     "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
 }
-"""Key to its values that were removed, each with the value that takes its place and the reason."""
+"""Removed values by key, each with its replacement and the reason."""

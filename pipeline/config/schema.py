@@ -1,4 +1,4 @@
-"""What settings a tree of dataclasses declares, and which of them a wrong name was meant for."""
+"""Settings that a tree of dataclasses declares, and suggestions for a wrong name."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ from pipeline.config.renamed import RENAMED
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted name, its type, its default and the dataclass that declares it."""
+    """One setting: its dotted name, type, default and the dataclass that declares it."""
 
     name: str
     type: Any
@@ -25,12 +25,13 @@ class Key:
 
 
 def keys(schema: type) -> dict[str, Key]:
-    """Every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
+    """Return every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
     return {key.name: key for key in _keys(schema(), "")}
 
 
 def _keys(section: Any, prefix: str) -> Iterator[Key]:
-    """The settings of a dataclass instance with default values, which may be others than those of its class alone."""
+    """Yield the settings of an instance. Its defaults may differ from those in its class: a parent may override
+    them."""
     types_of = typing.get_type_hints(type(section))
     for item in dataclasses.fields(section):
         name, value = prefix + item.name, getattr(section, item.name)
@@ -42,14 +43,14 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
 
 
 def value_of(tree: Any, name: str) -> Any:
-    """The value of the setting with this dotted name."""
+    """Return the value of the setting with this dotted name."""
     for part in name.split("."):
         tree = getattr(tree, part)
     return tree
 
 
 def expected(kind: Any) -> str:
-    """What a value of type `kind` looks like, in words: `a whole number or null` for `int | None`."""
+    """Describe the values of type `kind` in words: `a whole number or null` for `int | None`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return " or ".join(expected(part) for part in typing.get_args(kind))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -65,7 +66,7 @@ def expected(kind: Any) -> str:
 
 
 def nearest(key: str, valid: Iterable[str]) -> str | None:
-    """The valid dotted key that was most likely meant by `key`, or None when nothing is near.
+    """Return the valid dotted key that `key` most likely means, or None if none is similar.
 
     In this order: the same key with sections added or left out in front (`actor_rollout_ref.rollout.n`), the same last
     segment with the most segments in common (`actor.lr`), the most similar spelling (`data.train_bach_size`).
@@ -90,7 +91,13 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
 
 
 def unknown(key: str, valid: dict[str, Key], where: str) -> str:
-    """The sentence about a key that is not in `valid`, found `where`: the one meant, or those there are."""
+    """Write the sentence about a key that is not in `valid`: the key that was likely meant, or a list of valid keys.
+
+    Args:
+        key: the unknown key.
+        valid: all settings by their names.
+        where: the file or argument with the key.
+    """
     if key in RENAMED:
         return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
     inside = [name for name in valid if name.startswith(key + ".")]
@@ -105,6 +112,6 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     known = {section: [name for name in valid if name.startswith(f"{section}.")] for section in sections}
     section = max((section for section in known if known[section]), key=len, default=None)
     if section is None:
-        return f"{where}: there is no key {key}; see docs/configuration.md for all keys"
+        return f"{where}: there is no key {key}; `slipstream docs configuration` has all"
     listed = f"the keys of {section} are {', '.join(name.removeprefix(f'{section}.') for name in known[section])}"
     return f"{where}: there is no key {key}; {listed}"

@@ -1,4 +1,4 @@
-"""Settings of episodes that cannot be run. Part of `checks.check`; `rollout/dry.py` tries the user's code."""
+"""Checks of episode settings. Part of `checks.check`; `rollout/dry.py` runs the user's code."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ _MCP = re.compile(r"mcp:\s*\S.*")
 _OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 OF_THE_RUN = {"hosts", "min_hosts", "host_cpus"}
-"""Keys that an agent of its own does not have."""
+"""Keys of `agent` that a named agent must not set."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 Spelled = Callable[[str], str]
 """Function from a key to the key as it is given; see `AgentConfig.spelling`."""
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem."""
     for named in config.agent.named:
         if not _NAME.fullmatch(named):
             yield f"agent.named: {named!r} is not the name of an agent; write letters, digits, _ and -"
@@ -43,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _of_agent(config: Config, key: Spelled) -> Iterator[str]:
-    """Sentences on one agent, whose settings are the section."""
+    """Yield sentences on one agent; the section `agent` of `config` holds its settings."""
     agent = config.agent
     yield from sentences(config, agent.problems(), key)
     yield from _names(agent, key)
@@ -52,7 +52,7 @@ def _of_agent(config: Config, key: Spelled) -> Iterator[str]:
 
 
 def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
-    """Names that cannot be those of an environment, a tool or a variable."""
+    """Yield sentences on values that cannot name an environment, a tool or a variable."""
     if agent.environment is not None and not (_OPENENV.fullmatch(agent.environment) or is_spec(agent.environment)):
         yield (
             f"{key('agent.environment')}={agent.environment!r} is not the name of a class; write module:Class, such as "
@@ -84,12 +84,12 @@ def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
 
 
 def _is_word(value: object) -> bool:
-    """Whether a process can be given this text. OmegaConf lets lists through where texts are declared."""
+    """Return True if a process can be given this text. OmegaConf lets lists pass for declared texts."""
     return isinstance(value, str) and "\0" not in value
 
 
 def _rewards(config: Config) -> dict[str, object]:
-    """Rewards of which nothing would come."""
+    """Return sentences on reward settings that do nothing."""
     reward = config.reward
     own = all(agent.scored_by == "environment" for agent in config.agent.declared().values())
     instead = (
@@ -107,7 +107,7 @@ def _rewards(config: Config) -> dict[str, object]:
 
 
 def _generation(config: Config) -> dict[str, object]:
-    """Settings of generation that episodes cannot have."""
+    """Return sentences on generation settings that do not work with episodes."""
     agent, data, rollout = config.agent, config.data, config.rollout
     return {
         "{rollout.ignore_eos}: an answer would not end before the episode is full; leave it out with "

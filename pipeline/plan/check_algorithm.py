@@ -1,4 +1,5 @@
-"""Estimators, losses, KL, critic and off-policy correction that cannot be combined. Part of `checks.check`."""
+"""Checks of estimators, losses, KL, critic and off-policy correction that exclude each other. Part of
+`checks.check`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ _ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem; an unknown estimator is left to the caller."""
+    """Yield one sentence per problem; the caller reports an unknown estimator."""
     try:
         estimator = get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError:
@@ -47,7 +48,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iterator[str]:
-    """Complaints about a function that may be the user's own; `others` are functions of the other kind."""
+    """Yield problems of a function that may be the user's own; `others` are functions of the other kind."""
     if ":" not in name:
         if not entry.built_in:
             module = entry.path.partition(":")[0]
@@ -56,7 +57,7 @@ def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iter
                 f"import: {module}:{name}"
             )
     elif not entry.built_in and any(other.owns(entry.function) for other in others.values()):
-        yield f"{key}={name} is registered as another kind of function; see docs/extending.md for the two kinds"
+        yield f"{key}={name} is registered as another kind of function; see `slipstream docs extending` for both"
 
 
 def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
@@ -113,7 +114,7 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
 
 
 def _truncation(config: Config) -> str:
-    """The settings that keep the engine from sampling all tokens."""
+    """Return the settings that keep the engine from sampling all tokens, as text."""
     rollout = config.rollout
     limits = []
     if rollout.top_p < 1 or rollout.top_k > 0:

@@ -1,4 +1,4 @@
-"""Settings that save memory of a GPU: offload to host memory, which only a GPU has beside it, and 8-bit state."""
+"""Checks of settings that save GPU memory: offload to host memory and 8-bit optimiser state."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from pipeline.config.model import ModelConfig
 def problems(
     model: ModelConfig, learners: Mapping[str, tuple[OptimConfig, FSDPConfig]], use_gpu: bool
 ) -> dict[str, object]:
-    """Sentences, and whether each applies (see `sentences`).
+    """Return sentences, each with True if it applies (see `sentences`).
 
     Args:
-        model: of the run.
-        learners: the sections `optim` and `fsdp` by what their keys begin with, such as `actor.`.
+        model: model settings of the run.
+        learners: the sections `optim` and `fsdp` by the prefix of their keys, such as `actor.`.
         use_gpu: `trainer.use_gpu`.
     """
     offload = "{model.activation_offload}"
@@ -32,7 +32,7 @@ def problems(
             f"{place} leaves a GPU's training state in host memory, and {{trainer.use_gpu}}; set the first to none": (
                 fsdp.offload != "none" and not use_gpu
             ),
-            f"{state} needs the Python package torchao on every node: pip install torchao": (
+            f"{state} needs the Python package torchao on every node: pip install 'slipstream-rl[torchao]'": (
                 small and importlib.util.find_spec("torchao") is None
             ),
             f"{state} with {place}: the step of 8-bit state is taken where the state is; use one of them": (

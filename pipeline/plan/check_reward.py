@@ -1,4 +1,4 @@
-"""Settings of rewards that exclude each other. Part of `checks.check`; `reward/dry.py` tries the user's own code."""
+"""Checks of reward settings. Part of `checks.check`; `reward/dry.py` runs the user's code."""
 
 import inspect
 import math
@@ -16,14 +16,14 @@ TAKEN = (
     *("score", "acc", "pred", "rm_score", "env_score", "raw_score"),
     *("overlong_penalty", "length_penalty", "repetition_penalty"),
 )
-"""Parts of a reward that have a meaning, so that no function may have their names."""
+"""Parts of a reward that have a fixed meaning. A function must not have one of these names."""
 
 _RULE_OPTIONS = "its options are in reward.rule_kwargs"
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem."""
     reward, longest = config.reward, config.data.max_response_length
     yield from sentences(config, reward.problems())
     yield from _functions(reward)

@@ -1,7 +1,7 @@
-"""Settings that are each valid and together impossible, found before anything is started.
+"""Checks of settings that are each valid but exclude each other, made before anything is started.
 
-Every problem is reported at once, as one sentence that names the keys, shows the arithmetic and says what to change.
-What depends on the machine or the cluster is checked in `placement.check_resources`. No torch, Ray or vLLM is imported.
+All problems are reported at once. Each is one sentence that names the keys, shows the arithmetic and gives the remedy.
+`placement.check_resources` checks the machine or the cluster. No torch, Ray or vLLM is imported.
 """
 
 import math
@@ -80,7 +80,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
 
 
 def _sections(config: Config) -> dict[str, object]:
-    """Settings of two sections that exclude each other."""
+    """Return sentences on settings of two sections that exclude each other."""
     data, rollout, algorithm, trainer = config.data, config.rollout, config.algorithm, config.trainer
     engines, groups = uses_engines(config), algorithm.filter_groups
     stop = stop_problem(rollout.stop)
@@ -205,7 +205,8 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticConfig) -> Iterator[str]:
-    """All contexts of the longest episode must fit into one forward pass, if the loss needs them together."""
+    """Yield a sentence if the contexts of the longest episode exceed a forward pass, and the loss needs them
+    together."""
     key = "max_turns" if config.agent.context == "rerender" else "max_contexts"
     most = most_contexts(config)
     given = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
@@ -222,7 +223,7 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
 
 
 def _budget(config: Config, name: str, tokens: int) -> tuple[str, int]:
-    """The settings that limit a pass of a learner, in words, and the tokens that it may hold."""
+    """Return the settings that limit a pass of a learner, in words, and the limit in tokens."""
     key, sequence = f"{name}.ppo_max_token_len_per_gpu={tokens}", config.actor.parallel.sequence
     return (key, tokens) if sequence == 1 else (f"{key} x actor.parallel.sequence={sequence}", tokens * sequence)
 

@@ -1,4 +1,4 @@
-"""What is allowed and probably not meant: sentences that `--dry-run` and the start of a run show below the plan."""
+"""Warnings about settings that are allowed but probably not meant. `--dry-run` and the start of a run show them."""
 
 import math
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ from pipeline.replay import checks as replay
 def notes(
     config: Config, chunks: int, memory: Memory | None, episodes: int = 0, iterations: int | None = None
 ) -> Iterator[str]:
-    """One sentence each, for a config that can be run.
+    """Yield one sentence per warning for a config that can be run.
 
     Args:
-        config: the run's configuration.
+        config: settings of the run.
         chunks: chunks of an iteration.
-        memory: what the run needs, where the model's shape is known.
-        episodes: most episodes that one engine plays at once.
-        iterations: of the run, if their number is known.
+        memory: memory of the run; None if the model's shape is unknown.
+        episodes: most episodes that one engine runs at the same time.
+        iterations: iterations of the run; None if unknown.
     """
     yield from replay.notes(config)
     if uses_engines(config):
@@ -80,7 +80,7 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
 
 
 def _groups(config: Config) -> dict[str, object]:
-    """Notes on ranks that exchange within each layer."""
+    """Return notes on ranks that communicate within each layer."""
     ranks, workers = config.actor.parallel.ranks_with_same_rows, config.trainer.num_workers
     return {
         f"{{actor.parallel.tensor}} and {{actor.parallel.sequence}}: groups of {ranks} neighbouring ranks exchange in "
@@ -133,7 +133,7 @@ def _algorithm(config: Config) -> dict[str, object]:
 
 
 def _stale(config: Config) -> dict[str, object]:
-    """Notes on rows that are older than the policy that trains on them."""
+    """Return notes on rows older than the policy that trains on them."""
     algorithm, rollout, staleness = config.algorithm, config.rollout, config.algorithm.max_staleness
     settings, own_ratio = rollout_correction(config), weighs_itself(config)
     corrects = settings.rollout_is != "none" or settings.rollout_rs is not None or own_ratio
@@ -167,5 +167,5 @@ def _stale(config: Config) -> dict[str, object]:
 
 
 def largest_gain(delay: int) -> float:
-    """The gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
+    """Return the gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
     return 2 * math.sin(math.pi / (4 * delay + 2))

@@ -138,7 +138,7 @@ def notes(config: Config) -> Iterator[str]:
         yield (
             "the log-probs in the rows are those of the recorded policy; once the replay's policy has parted from it, "
             "training is off-policy. actor.old_log_probs=recompute with algorithm.rollout_correction (as in "
-            "algorithm=[NAME,tis]) weighs rows by how far they are off; see docs/replay.md"
+            "algorithm=[NAME,tis]) weighs rows by how far they are off; see `slipstream docs replay`"
         )
 
 

@@ -101,9 +101,16 @@ def load(function: Function) -> Callable[..., Any]:
             f"{key}.name is {function.attribute!r}, but {function.path} has no such function "
             f"(it has: {', '.join(names)})"
         )
+    try:
+        signature = inspect.signature(loaded)
+    except ValueError as error:
+        raise ValueError(
+            f"{key}: {function.attribute} in {function.path} is built in, and does not say what it takes ({error}); "
+            "name a function of your own that calls it"
+        ) from error
     keywords = (*keywords_of(loaded, function.batch), *episode_keywords(loaded, function))
     try:
-        inspect.signature(loaded).bind(**dict.fromkeys(keywords), **function.kwargs)
+        signature.bind(**dict.fromkeys(keywords), **function.kwargs)
     except TypeError as error:
         call = f"{function.attribute}({', '.join([*keywords, *function.kwargs])})"
         raise ValueError(

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.agent import Call
-from pipeline.agent.calls import example
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
+from pipeline.agent.inside.interface import Call
+from pipeline.agent.tokens.calls import example
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
 from pipeline.generation import Generation
@@ -113,8 +113,8 @@ class Rehearsal(Episodes):
             raise ValueError("agent.parser=none with tools: no call would be found; leave the parser at auto")
         if tools and stop:
             raise ValueError(f"rollout.stop={stop} with tools: a text could end an answer inside a call; leave it out")
-        language = await self._agent.start()
-        self.bridge, self.reader = language.bridge, language.reader
+        chat_format = await self._agent.start()
+        self.bridge, self.reader = chat_format.bridge, chat_format.reader
         return tools
 
     def summary(self) -> str:

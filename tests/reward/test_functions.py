@@ -84,3 +84,11 @@ def test_settings_become_functions_in_their_order() -> None:
     kwargs = {"longest": 200}
     assert b == Function("b", "reward.functions.b", 9, "m", kwargs=kwargs, weight=0.5, batch=True)
     assert a == Function("a", "reward.functions.a", 3, attribute="grade")
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_function_that_is_built_in_and_has_no_signature_is_named(batch: bool) -> None:
+    with pytest.raises(
+        ValueError, match=r"^reward\.functions\.own: max in builtins is built in, and does not say what"
+    ):
+        load(own("builtins", attribute="max", batch=batch))

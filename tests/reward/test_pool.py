@@ -31,7 +31,7 @@ PREFIX def compute_score(solution_str, **row):
 @pytest.mark.parametrize(("prefix", "wait"), [("", "time.sleep(3600)"), ("async", "await asyncio.sleep(3600)")])
 def test_rows_that_sleep_for_ever_and_rows_that_raise(tmp_path: Path, prefix: str, wait: str) -> None:
     """The right rows fail, and those that sleep do not cost one limit each."""
-    limit = 2.0
+    limit = 4.0
     source = SLEEPS_OR_RAISES.replace("PREFIX ", prefix + " " if prefix else "").replace("WAIT", wait)
     reward = Reward(custom(tmp_path, source, timeout_s=limit))
     reward(table([GOOD]))
@@ -40,7 +40,7 @@ def test_rows_that_sleep_for_ever_and_rows_that_raise(tmp_path: Path, prefix: st
     begun = time.perf_counter()
     result = reward(table(responses))
     seconds = time.perf_counter() - begun
-    expected = {"sleep": "TimeoutError: no score after 2 s", "raise": "RuntimeError: by design (mine.py, line 7)"}
+    expected = {"sleep": "TimeoutError: no score after 4 s", "raise": "RuntimeError: by design (mine.py, line 7)"}
     assert errors(result) == [expected.get(response) for response in responses]
     assert sum(scores(result)) == 600 - 6 - 6
     # One after the other they would take six limits; each that is stuck costs the start of another worker.

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.agent import Call
-from pipeline.agent.bridge import Bridge
+from pipeline.agent.tokens.bridge import Bridge
 from pipeline.config.data import DataConfig
 from pipeline.config.preference import DPODataConfig
 from pipeline.config.supervised import PreferenceDataConfig, SFTDataConfig
