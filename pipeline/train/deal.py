@@ -1,7 +1,7 @@
-"""The deal of a mini-batch's rows to the ranks that train them.
+"""Deal of a mini-batch's rows to the ranks that train them.
 
-Ray Data deals chunks to the ranks in turn, whatever their rows cost, and every pass of a sharded model takes as long as
-it does on the slowest rank. So before they train, the ranks exchange rows:
+Ray Data gives chunks to the ranks in turn, regardless of the cost of their rows, and every pass of a sharded model
+takes as long as on the slowest rank. So the ranks exchange rows before they train:
 
 1. Units are sorted by their work. A unit is a row, or a whole group if samples share their prompt in a pass or are
    compared with each other.
