@@ -22,7 +22,7 @@ JOBS = {
     "prepare": "write a data set as parquet files of prompts",
     "tiny": "make a tiny random model with its tokenizer",
     "from_verl": "translate a verl script into a configuration",
-    "docs_configuration": "write docs/configuration.md",
+    "docs": "read the pages, the examples and the manifests",
 }
 """The jobs with their descriptions."""
 

@@ -21,6 +21,7 @@ from jobs.command import as_called, called
 from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.described import default, descriptions
 from pipeline.config.paths import check_out
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
@@ -132,8 +133,6 @@ class Job(Generic[C]):
 
     def help(self) -> str:
         """Format the command's description and all its settings."""
-        from jobs.docs_configuration import default, descriptions
-
         lines = [as_called(self.about.strip()), "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")

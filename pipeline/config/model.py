@@ -1,5 +1,6 @@
 """Settings of the trained model (`model.*`)."""
 
+import importlib.util
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,9 @@ class LoraConfig:
             ),
             f"{{model.lora.rank}} is above {LARGEST_ALONE}, the limit of an engine's adapter; set "
             "model.lora.weight_sync=merged": self.alone and self.rank > LARGEST_ALONE,
+            "{model.lora.rank} needs the Python package peft on every node: pip install 'slipstream-rl[lora]'": (
+                self.rank and importlib.util.find_spec("peft") is None
+            ),
             "{model.lora.target_modules} must be all-linear, a list of names or a regular expression": (
                 not self.well_formed
             ),

@@ -113,8 +113,8 @@ class Rehearsal(Episodes):
             raise ValueError("agent.parser=none with tools: no call would be found; leave the parser at auto")
         if tools and stop:
             raise ValueError(f"rollout.stop={stop} with tools: a text could end an answer inside a call; leave it out")
-        language = await self._agent.start()
-        self.bridge, self.reader = language.bridge, language.reader
+        chat_format = await self._agent.start()
+        self.bridge, self.reader = chat_format.bridge, chat_format.reader
         return tools
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import stream
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan

@@ -19,7 +19,7 @@ PACKAGES = {
     "console": ("rich", "pip install rich"),
     "mlflow": ("mlflow", "pip install mlflow"),
     "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "tensorboard": ("tensorboard", "pip install 'slipstream-rl[tensorboard]'"),
 }
 
 

@@ -91,7 +91,7 @@ def test_rewards_that_cannot_be_given(refused: Refused, prompt_files: Any, tmp_p
 
 def test_episodes_that_all_fail(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(
-        "from pipeline.agent import Environment\n\n\nclass Game(Environment):\n    def open(self, row, seed):\n"
+        "from pipeline.agent import Environment\n\n\nclass Game(Environment):\n    def reset(self, row, seed):\n"
         "        return row['nothing']\n"
     )
     parts = ("fails for each of the first 4 prompts", "KeyError: 'nothing' (game.py, line 6)")

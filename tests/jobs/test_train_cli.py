@@ -314,7 +314,7 @@ GAME = """
 from pipeline.agent import Environment, Observation
 
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return f"Reach {row['ground_truth']['target']}."
 
     def step(self, message):
@@ -400,7 +400,7 @@ def test_help_of_the_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for part in ("--dry-run", "--config-dir", "experiment=countdown_cpu", "docs/configuration.md", "loaded: []"):
+    for part in ("--dry-run", "--config-dir", "experiment=countdown_cpu", "docs configuration", "loaded: []"):
         assert part in done.stdout
 
 
