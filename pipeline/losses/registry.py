@@ -55,8 +55,8 @@ class LossInput:
     token_mask: Tensor | None = None
     """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
     pair_margin: Tensor | None = None
-    """[N] for losses that are `of_pairs`: the log ratio of policy and reference of the better response of the token's
-    pair, less the log ratio of the worse one, in nats, under the policy before the step; None for others."""
+    """[N] margin of the token's pair, in nats, for losses with `of_pairs`; None for others. It is the log ratio of
+    policy and reference of the better response minus the worse one's, under the policy before the step."""
 
     @property
     def keep(self) -> Tensor:

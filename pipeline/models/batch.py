@@ -54,7 +54,7 @@ class TokenBatch:
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
     def rows_of(self, contexts: np.ndarray) -> np.ndarray:
-        """Return the row of each of these contexts."""
+        """Return the row of each context, [C] int64 for `contexts` [C]."""
         return np.searchsorted(self.context_offsets, contexts, side="right") - 1
 
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:

@@ -175,7 +175,7 @@ class _Units:
         return len(self._ordered)
 
     def padded(self, start: int, stop: int) -> int:
-        """Return the padded size of a batch of the units from `start` to `stop - 1`."""
+        """Return the padded size, in tokens, of a batch of the units from `start` to `stop - 1`."""
         return self._ordered[start] * (self._before[stop] - self._before[start])
 
     def packs(self, start: int, stop: int) -> list[int]:
