@@ -21,7 +21,7 @@ class TokenBatch:
     prompt_offsets: np.ndarray
     """[C + 1] int64, start of each context's prompt in `prompt_ids`."""
     response_ids: np.ndarray
-    """[N] int32."""
+    """[N] int32, response tokens, context after context."""
     response_offsets: np.ndarray
     """[C + 1] int64, start of each context's response in arrays of length N."""
     context_offsets: np.ndarray

@@ -148,7 +148,7 @@ def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
 
 
 class _Units:
-    """Units of packs, from the one with the longest pack to the one with the shortest; arguments as above."""
+    """Units of packs, sorted by their longest pack, the longest first. Arguments as in `split_micro_batches`."""
 
     def __init__(self, lengths: list[int], max_tokens: int, units: list[int] | None):
         first = _first(len(lengths), units)

@@ -31,7 +31,7 @@ class PromptsMade:
 
 @dataclass(frozen=True)
 class VersionLoaded:
-    """An engine has loaded a policy version."""
+    """Event: an engine has loaded a policy version."""
 
     version: int
     engine: str
@@ -41,12 +41,12 @@ class VersionLoaded:
     idle_s: float
     """Seconds without an admitted chunk since the engine's previous event."""
     busy_s: float
-    """Seconds with an admitted chunk since then."""
+    """Seconds with an admitted chunk since the engine's previous event."""
 
 
 @dataclass(frozen=True)
 class IterationTrained:
-    """An iteration has been trained."""
+    """Event: an iteration has been trained."""
 
     iteration: int
     metrics: dict[str, float]
@@ -54,7 +54,7 @@ class IterationTrained:
 
 @dataclass(frozen=True)
 class ValidationAnnounced:
-    """A policy version is to be validated on `prompts` prompts."""
+    """Event: a policy version will be validated on `prompts` prompts."""
 
     version: int
     prompts: int

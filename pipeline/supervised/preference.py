@@ -25,7 +25,7 @@ from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
-"""A pair that is left out has no tokens."""
+"""Tokens and margin of a pair. A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 

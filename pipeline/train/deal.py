@@ -74,20 +74,20 @@ def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deals the rows of a run's parts."""
+    """Deal of the rows of a run's parts."""
 
     device: torch.device
     """Device on which the process group communicates."""
     segments: int
-    """Equal stretches of a part's rows that must stay apart: its mini-batches, of the actor and of the critic."""
+    """Number of equal sections of a part whose rows must not mix: its mini-batches, of the actor and of the critic."""
     unit: int
-    """Rows that stay together."""
+    """Number of rows that stay together."""
     hidden_size: int
-    """The model's, for the share of attention in a row's work."""
+    """Hidden size of the model, which sets the share of attention in a row's work."""
     skips: bool
     """True if rows without advantage skip the actor's update."""
     idle: float
-    """Work of such a row, relative to the others."""
+    """Work of a row without advantage, relative to the others."""
     same_rows: int = 1
     """Number of neighbouring ranks that train the same rows, since they hold one model together."""
 
