@@ -28,7 +28,7 @@ except ImportError:
 
 
 class ShortWaits(ExecutionCallback):
-    """Sets the timeout in the process that executes the stream."""
+    """Callback that sets the timeout in the process that executes the stream."""
 
     def __init__(self) -> None:
         self._moved = 0

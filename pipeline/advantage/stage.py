@@ -158,7 +158,7 @@ class _Rows:
         self.rewards = self.scores
         """[R] float64, scores minus penalties."""
         self.kl = np.full(len(table), np.nan)
-        """[R] float64, mean KL of the trained tokens in nats; NaN without a KL in the reward or without trained tokens."""
+        """[R] float64, mean KL of the trained tokens, in nats; NaN without a KL in the reward or trained tokens."""
 
     def penalise(self, kind: str) -> None:
         """Subtract the KL `kind` to the reference, times the row's coefficient, from the rewards of trained tokens."""
