@@ -257,12 +257,12 @@ def token_versions(table: pa.Table) -> np.ndarray:
 
 
 class Spans(NamedTuple):
-    """The stretches of R episodes, K in all, row after row."""
+    """Answers and observations of R episodes: K spans, row after row."""
 
     answer: np.ndarray
     """[K] bool, true for answers and false for observations."""
     row: np.ndarray
-    """[K] int64, the row it belongs to."""
+    """[K] int64, number of the span's row in the table."""
     turn: np.ndarray
     """[K] int64, number of the answer in its row, from 0; -1 for observations."""
     tokens: np.ndarray

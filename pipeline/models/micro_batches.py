@@ -148,7 +148,7 @@ def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
 
 
 class _Units:
-    """Units of packs, from the one with the longest pack to the one with the shortest; arguments as above."""
+    """Units of packs, sorted by their longest pack, the longest first. Arguments as in `split_micro_batches`."""
 
     def __init__(self, lengths: list[int], max_tokens: int, units: list[int] | None):
         first = _first(len(lengths), units)
@@ -175,7 +175,7 @@ class _Units:
         return len(self._ordered)
 
     def padded(self, start: int, stop: int) -> int:
-        """Return the padded size of a batch of the units from `start` to `stop - 1`."""
+        """Return the padded size, in tokens, of a batch of the units from `start` to `stop - 1`."""
         return self._ordered[start] * (self._before[stop] - self._before[start])
 
     def packs(self, start: int, stop: int) -> list[int]:

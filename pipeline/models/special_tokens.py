@@ -212,8 +212,10 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def alternatives(texts: Iterable[str]) -> re.Pattern:
-    """Compile a pattern for any of `texts`, the longest first, or for nothing if there are none. Thousands of texts
-    take no longer than a few."""
+    """Compile a pattern that matches any of `texts`, the longest first; without texts it matches nothing.
+
+    The time of a match does not grow with the number of texts.
+    """
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
