@@ -198,32 +198,32 @@ class AgentConfig:
         `sentences`)."""
         alone = self.environment is None
         return {
-            "{agent.kwargs:key} are arguments of the environment, and {agent.environment:key} is not set; leave them "
+            "{agent.kwargs:key} are arguments of the environment, but {agent.environment:key} is not set; leave them "
             "out": alone and self.kwargs,
-            "{agent.program} drives the episodes itself, without {agent.environment:key} and {agent.tools:key}; leave "
-            "these out": self.program is not None and (not alone or self.tools),
-            "{agent.command} drives the episodes itself, without {agent.environment:key}, {agent.tools:key} and "
-            "{agent.program:key}; leave these out": self.command
+            "{agent.program} runs the episodes itself, so {agent.environment:key} and {agent.tools:key} are not used; "
+            "leave these out": self.program is not None and (not alone or self.tools),
+            "{agent.command} runs the episodes itself, so {agent.environment:key}, {agent.tools:key} and "
+            "{agent.program:key} are not used; leave these out": self.command
             and (not alone or self.tools or self.program is not None),
             "{agent.isolation} leaves environment processes without a network, which MCP servers, OpenEnv servers and "
             "{agent.command:key} need; set it to none": self._isolated
             and (self.command or any(str(spec).startswith(("mcp:", "openenv:")) for spec in self._specs)),
-            "{agent.isolation}, and the tool pipeline.agent.python_tool isolates each call itself, which it cannot do "
-            "from inside; set it to none": self._isolated
+            "{agent.isolation} with the tool pipeline.agent.python_tool, which isolates each call itself and cannot "
+            "do so from inside; set it to none": self._isolated
             and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
-            "{agent.command} with {agent.hosts}: it asks the policy at an address of the engine's own node; leave "
+            "{agent.command} with {agent.hosts}: it calls the policy at an address of the engine's node; leave "
             "{agent.hosts:key} out, or write a program ({agent.program:key})": self.command and self.hosts,
-            "{agent.episodes_per_process} with {agent.command}: a command serves one episode, and ends by itself; "
-            "leave it at 1": self.command and self.episodes_per_process > 1,
+            "{agent.episodes_per_process} with {agent.command}: a command serves one episode and ends by itself; set "
+            "it to 1": self.command and self.episodes_per_process > 1,
             "{agent.min_hosts} is above {agent.hosts}; lower it": (self.min_hosts or 0) > self.hosts,
-            "{agent.reward} needs the rewards of {agent.environment:key}, which is not set; leave it out": (
+            "{agent.reward} needs rewards of {agent.environment:key}, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")
             ),
-            "{agent.tools} with {agent.parser:key}=none: no call of a tool would be found; leave the parser at auto": (
+            "{agent.tools} with {agent.parser:key}=none: no tool call would be found; set the parser to auto": (
                 self.tools and self.parser == "none"
             ),
-            "{agent.tools} with {agent.max_turns}: the model could call a tool and never read its reply; set max_turns "
-            "to 2 or more": self.tools and self.max_turns == 1 and alone,
+            "{agent.tools} with {agent.max_turns}: the model could call a tool but never read its reply; set "
+            "max_turns to 2 or more": self.tools and self.max_turns == 1 and alone,
             "{agent.reset_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
                 (self.driven or not alone) and self.reset_timeout_s > self.episode_timeout_s
             ),
