@@ -101,8 +101,8 @@ class AgentConfig:
     imports large packages, as many as the machine has memory for."""
 
     episodes_per_process: int = setting(1, at_least=1)
-    """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each
-    has a fresh one."""
+    """Episodes that one process serves, one after the other ([multi_turn.md](multi_turn.md#where-your-code-runs)); with
+    1 each has a fresh one."""
 
     on_timeout: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
@@ -115,8 +115,8 @@ class AgentConfig:
     takes the environment's where there is one."""
 
     hosts: int = setting(0, at_least=0)
-    """Ray actors that hold the processes of episodes, on any node ([agents.md](agents.md#on-other-nodes)); 0 has each
-    engine hold its own."""
+    """Ray actors that hold the processes of episodes, on any node
+    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)); 0 has each engine hold its own."""
 
     min_hosts: int | None = setting(None, at_least=1)
     """Hosts without which the run does not begin; the others join when there is room for them. Null takes `hosts`."""
