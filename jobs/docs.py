@@ -50,7 +50,7 @@ def show(name: str) -> None:
     """Print a file, on a terminal page by page.
 
     Raises:
-        ValueError: there is no file of this name.
+        ValueError: the name is unknown.
     """
     known = files()
     # A page may be given by its file's name, an example by its last part.

@@ -1,21 +1,15 @@
 """Settings of multi-turn episodes (`agent.*`)."""
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any
 
 from pipeline.config.bounds import setting
-from pipeline.config.renamed import MOVED
-from pipeline.config.schema import expected
 
 CODE = ("environment", "kwargs", "tools", "program", "command")
 """Keys of code that replies. An agent that has one of its own takes none of them from the section `agent`."""
 TOOL_AGENT, SINGLE_TURN = "tool_agent", "single_turn_agent"
 """Agents that verl's files name: the section `agent` itself, and a single answer."""
-_KEY = re.compile(r"\bagent\.([a-z_]+)")
 
 
 @dataclass
@@ -130,53 +124,34 @@ class AgentConfig:
     together: a name that has one of them takes none from here."""
 
     def agents(self) -> "dict[str | None, AgentConfig]":
-        """The settings of each agent, by the name that rows choose it by; None: rows without one.
-
-        Raises:
-            ValueError: as `declared`.
-        """
+        """The settings of each agent, by the name that rows choose it by; None: rows without one."""
         declared = self.declared()
         limits = {"episode_timeout_s": self.episode_timeout_s, "on_timeout": self.on_timeout}
         plain = AgentConfig(reasoning_parser=self.reasoning_parser, **limits)  # type: ignore[arg-type]
         return {TOOL_AGENT: declared[None], SINGLE_TURN: plain, **declared}
 
     def declared(self) -> "dict[str | None, AgentConfig]":
-        """The settings of those of `agents` that the config declares: this section (None), and `named`.
-
-        Raises:
-            ValueError: a name has an unknown key, or a value of a wrong type.
-        """
+        """The settings of those of `agents` that the config declares: this section (None), and `named`."""
         return {None: replace(self, named={}), **{name: self._overlaid(name) for name in self.named}}
 
     def _overlaid(self, name: str) -> "AgentConfig":
-        key, settings, default = f"agent.named.{name}", self.named[name], AgentConfig()
-        kinds = {inner: kind for inner, kind in get_type_hints(AgentConfig).items() if inner != "named"}
-        given = {code: getattr(default, code) for code in self._own(name) if code in CODE}
-        for inner, value in settings.items():
-            if (new := MOVED.get(f"agent.{inner}")) is not None:
-                raise ValueError(f"there is no key {key}.{inner}; it is called {new.replace('agent', key, 1)} now")
-            if inner not in kinds:
-                raise ValueError(f"there is no key {key}.{inner}; the keys of an agent are {', '.join(kinds)}")
-            try:
-                typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(default), {inner: value}))
-            except OmegaConfBaseException:
-                raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {expected(kinds[inner])}") from None
-            given[inner] = getattr(typed, inner)
-        return replace(self, **{**given, "named": {}})
+        default = AgentConfig()
+        own = {key: getattr(default, key) for key in CODE if key in self._own(name)}
+        return replace(self, **{**own, **self.named[name], "named": {}})
 
     def _own(self, name: str | None) -> set[str]:
         """Keys that an agent does not take from this section."""
         given = set(self.named.get(name or "", ()))
         return given | set(CODE) if given & set(CODE) else given
 
+    def spelling(self, name: str | None) -> Callable[[str], str]:
+        """Function from a key of this section to the key that gives one of `declared` this setting."""
+        keys = {f"agent.{key}": f"agent.named.{name}.{key}" for key in self._own(name)}
+        return lambda key: keys.get(key, key)
+
     def scored_by_name(self) -> dict[str | None, str] | str:
         """What scores rows, by their `agent_name`; `function` where none is an episode."""
         return {name: agent.scored_by for name, agent in self.agents().items()} if self.used else "function"
-
-    def spelled(self, text: str, name: str | None) -> str:
-        """A sentence on the settings of one of `declared`, with keys as they are given: `agent.named.NAME.KEY`."""
-        own = self._own(name)
-        return _KEY.sub(lambda match: f"agent.named.{name}.{match[1]}" if match[1] in own else match[0], text)
 
     @property
     def used(self) -> bool:
@@ -220,29 +195,28 @@ class AgentConfig:
         """Sentences on settings of episodes that exclude each other, and whether each applies (see `sentences`)."""
         alone = self.environment is None
         return {
-            "agent.kwargs are arguments of the environment, and agent.environment is not set; leave them out": (
-                alone and self.kwargs
-            ),
-            "{agent.program} drives the episodes itself, without agent.environment and agent.tools; leave these out": (
-                self.program is not None and (not alone or self.tools)
-            ),
-            "{agent.command} drives the episodes itself, without agent.environment, agent.tools and agent.program; "
-            "leave these out": self.command and (not alone or self.tools or self.program is not None),
+            "{agent.kwargs:key} are arguments of the environment, and {agent.environment:key} is not set; leave them "
+            "out": alone and self.kwargs,
+            "{agent.program} drives the episodes itself, without {agent.environment:key} and {agent.tools:key}; leave "
+            "these out": self.program is not None and (not alone or self.tools),
+            "{agent.command} drives the episodes itself, without {agent.environment:key}, {agent.tools:key} and "
+            "{agent.program:key}; leave these out": self.command
+            and (not alone or self.tools or self.program is not None),
             "{agent.isolation} leaves environment processes without a network, which MCP servers, OpenEnv servers and "
-            "agent.command need; set it to none": self._isolated
+            "{agent.command:key} need; set it to none": self._isolated
             and (self.command or any(str(spec).startswith(("mcp:", "openenv:")) for spec in self._specs)),
             "{agent.isolation}, and the tool pipeline.agent.python_tool isolates each call itself, which it cannot do "
             "from inside; set it to none": self._isolated
             and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
             "{agent.command} with {agent.hosts}: it asks the policy at an address of the engine's own node; leave "
-            "agent.hosts out, or write a program (agent.program)": self.command and self.hosts,
+            "{agent.hosts:key} out, or write a program ({agent.program:key})": self.command and self.hosts,
             "{agent.episodes_per_process} with {agent.command}: a command serves one episode, and ends by itself; "
             "leave it at 1": self.command and self.episodes_per_process > 1,
             "{agent.min_hosts} is above {agent.hosts}; lower it": (self.min_hosts or 0) > self.hosts,
-            "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
+            "{agent.reward} needs the rewards of {agent.environment:key}, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")
             ),
-            "{agent.tools} with agent.parser=none: no call of a tool would be found; leave the parser at auto": (
+            "{agent.tools} with {agent.parser:key}=none: no call of a tool would be found; leave the parser at auto": (
                 self.tools and self.parser == "none"
             ),
             "{agent.tools} with {agent.max_turns}: the model could call a tool and never read its reply; set max_turns "

@@ -26,7 +26,7 @@ from pipeline.reward.functions import EPISODE_KEYWORDS, ONLY, Function, function
 from pipeline.reward.pool import pool_for
 from pipeline.reward.result import FLOAT32_MAX, Answer, failed
 from pipeline.reward.shaping import Shaping
-from pipeline.reward.worker import Call
+from pipeline.reward.worker import RewardCall
 
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
 
@@ -120,7 +120,7 @@ class Reward:
             parts = [[row] for row in inputs]
             if function.batch:
                 parts = [inputs] if inputs else []
-            calls += [Call(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
+            calls += [RewardCall(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
         for call, answers in zip(calls, pool_for(self.config).run(calls) if calls else [], strict=True):
             by_function[call.function.name] += answers
         return {name: _spread(answers, called) for name, answers in by_function.items()}

@@ -115,7 +115,7 @@ def test_a_server_that_fails_is_an_error_of_the_row_and_nothing_is_left(tmp_path
 RUN = """
 import asyncio, sys
 from pipeline.agent.processes import Processes
-from tests.agent.test_mcp import ROW, config
+from tests.agent.inside.test_mcp_client import ROW, config
 async def main():
     processes = Processes(config(sys.argv[1]))
     session = await processes.open(ROW, 1, 30)
