@@ -158,7 +158,7 @@ class TrainerConfig:
     """Rows in the tracker's table of samples, per validation and per 10 iterations."""
 
     log_traces: int = setting(2, at_least=0, at_most=100)
-    """Rows that MLflow gets as [traces](trace.md#look-at-rows), per iteration and per validation."""
+    """Rows that MLflow gets as [traces](monitoring.md#mlflow), per iteration and per validation."""
 
     weight_bucket_mb: int = setting(64, at_least=1)
     """Size of a weight buffer, in MiB. The next buffer is stored or fetched while one is filled or loaded."""
