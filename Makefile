@@ -20,7 +20,7 @@ ALGORITHM ?=
 DEMO := slipstream.py demo --task $(TASK) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM))
 KILLS ?= 20
 
-.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs bench clean
+.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,12 +66,18 @@ format: $(STAMP) ## let ruff format and fix the code
 	@$(RUN) -m ruff format .
 
 docs: $(STAMP) ## write docs/configuration.md from the dataclasses and tests/sentences.txt from the checks
-	@$(RUN) -m jobs.docs_configuration
+	@$(RUN) -m tests.docs_configuration
 	@$(RUN) -m pytest -q -m unit --durations=0 --write-sentences $$(grep -rlw named tests --include='test_*.py')
 
 bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of the others
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 	@if ls runs/*/metrics.jsonl >/dev/null 2>&1; then echo "== iteration"; $(RUN) -m benchmarks.iteration runs/*/metrics.jsonl; fi
+
+wheel: ## dist/ with the wheel, the locks and the script that installs them
+	@rm -rf build/lib build/bdist.* dist
+	@$(or $(PYTHON),python3) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@cp requirements/install.sh requirements/*.lock dist/
+	@rm -rf build/lib build/bdist.*
 
 clean: ## remove caches and builds; data, models, runs and .venv stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> None:
     if options.alias and not options.register:
         raise ValueError("--alias names a version of a registered model; give --register NAME as well")
     if options.adapter and (options.critic or options.register):
-        raise ValueError("--adapter writes the policy's adapter, which is no model of its own to register; leave out "
-                         "--critic and --register")  # fmt: skip
+        raise ValueError("--adapter writes the policy's adapter, which cannot be registered without its base; leave "
+                         "out --critic and --register")  # fmt: skip
     if options.lowest and not options.best:
-        raise ValueError("--lowest says how --best chooses; give --best METRIC as well")
+        raise ValueError("--lowest is an option of --best; give --best METRIC as well")
     from pipeline.export.choose import choose
     from pipeline.export.registry import connect, register
 

@@ -21,6 +21,7 @@ from jobs.command import as_called, called
 from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.described import default, descriptions
 from pipeline.config.paths import check_out
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
@@ -132,8 +133,6 @@ class Job(Generic[C]):
 
     def help(self) -> str:
         """Format the command's description and all its settings."""
-        from jobs.docs_configuration import default, descriptions
-
         lines = [as_called(self.about.strip()), "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")
@@ -226,7 +225,7 @@ class Job(Generic[C]):
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
-            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"
             print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 settings:
   key=value pairs in Hydra's grammar, laid over configs/train.yaml, the chosen experiment and the chosen algorithm;
-  all keys with their meaning stand in docs/configuration.md, all algorithms in docs/algorithms.md.
+  `slipstream docs configuration` describes all keys, `slipstream docs algorithms` all algorithms.
 
 examples:
   python -m jobs.train --dry-run experiment=countdown_cpu

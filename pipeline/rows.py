@@ -160,7 +160,7 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
         if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             column = pa.array(column, type=field.type)
         if len(column) != len(table):
-            raise ValueError(f"column {field.name!r} has {len(column)} rows where the table has {len(table)}")
+            raise ValueError(f"column {field.name!r} has {len(column)} rows, but the table has {len(table)}")
         table = table.append_column(pa.field(field.name, field.type), column.cast(field.type))
     return table
 

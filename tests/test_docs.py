@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.docs_configuration import descriptions
 from pipeline.advantage.registry import EstimatorInput
 from pipeline.agent import Message
 from pipeline.agent.errors import PolicyMistake
@@ -18,6 +17,7 @@ from pipeline.agent.zygote import INHERITED
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
+from pipeline.config.described import descriptions
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.config.supervised import PreferenceConfig, SFTConfig

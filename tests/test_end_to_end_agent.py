@@ -24,7 +24,7 @@ ENVIRONMENT = """
 from pipeline.agent import Environment, Observation
 
 class Count(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.index, self.turn = row["extra_info"]["index"], 0
         return "Begin."
 

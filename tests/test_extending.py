@@ -112,7 +112,7 @@ def test_the_command_trains_with_both(crowded: Path, tiny_model: Path, prompt_fi
     command = [sys.executable, str(ROOT / "slipstream.py"), "train", *arguments(), *small]
     done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"to continue +slipstream train algorithm\.", done.stdout), done.stdout
+    assert re.search(r"to continue +slipstream train experiment=", done.stdout), done.stdout
     metrics = (crowded / "runs" / "countdown-cpu" / "metrics.jsonl").read_text()
     assert '"actor/pg_clipfrac"' in metrics and '"actor/ppo_kl"' not in metrics
 

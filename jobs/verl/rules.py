@@ -1,6 +1,6 @@
 """What is more than a new name for a key: where verl's number counts something else, or its word means something else.
 
-Each rule notes what it changes. docs/from_verl.md describes the general differences.
+Each rule notes what it changes. `slipstream docs from_verl` describes the general differences.
 """
 
 import math
@@ -33,7 +33,7 @@ def words(state: State) -> None:
         if not known:
             state.drop(ours)
             key = ours.replace("actor.", f"{_ACTOR}.")
-            state.leave(key, "there is none of this name; see docs/extending.md for one of your own", cannot=True)
+            state.leave(key, "there is none of this name; `slipstream docs extending` shows your own", cannot=True)
 
 
 def adapters(state: State) -> None:
@@ -272,7 +272,7 @@ def run(state: State) -> None:
     elif "reward.custom_reward_function.path" in state.values:
         state.drop("reward.model.path")
         for key in ("reward_model.model.path", "reward.reward_model.model_path"):
-            reason = "a function gets no address of a reward model; it must ask one that is served (docs/rewards.md)"
+            reason = "a function gets no address of a reward model; it must ask a server (`slipstream docs rewards`)"
             state.leave(key, reason, cannot=True)
     mode = state.given.get("trainer.resume_mode", "auto")
     state.set("trainer.resume", "never" if mode == "disable" else "auto")

@@ -1,15 +1,17 @@
 """One episode: the policy and its player take turns until a deadline, and the result is a row's record.
 
-rollout/episodes.py      starts one coroutine for each sample of a chunk of prompts
-rollout/agents.py        `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
-episode.py               `run` sets the deadline, lets the player play, and makes the record, an `Episode`
-player.py                `Player`: an episode goes in turns, or a program drives it
-  turns.py               the policy answers, environment or tools reply, the policy answers again
-  program.py             the user's program requests answers: by `chat`, or by a client at the `endpoint/`
-conversation.py          keeps the contexts: each answer of the policy continues the tokens before it
-  tokens/bridge.py       the tokens between two answers, by the model's own chat template
-  the engine (`Ask`)     samples the answer
-  tokens/calls.py        reads text, reasoning and tool calls of the answer
+The flow of an episode:
+
+    rollout/episodes.py    starts one coroutine for each sample of a chunk of prompts
+    rollout/agents.py      `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
+    episode.py             `run` sets the deadline, lets the player play, and makes the record, an `Episode`
+      player.py            `Player`: an episode goes in turns, or a program drives it
+        turns.py           the policy answers, environment or tools reply, the policy answers again
+        program.py         the user's program requests answers: by `chat`, or by a client at the `endpoint/`
+      conversation.py      keeps the contexts: each answer of the policy continues the tokens before it
+        tokens/bridge.py   gives the tokens between two answers, by the model's own chat template
+        the engine (`Ask`) samples the answer
+        tokens/calls.py    reads text, reasoning and tool calls of the answer
 """
 
 import asyncio
@@ -22,8 +24,8 @@ from typing import Any
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.player import Player
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Context
-from pipeline.agent.tokens.language import Language
 from pipeline.config.agent import AgentConfig
 
 
@@ -71,7 +73,7 @@ class Episode:
 async def run(
     row: dict[str, Any],
     opened: Awaitable[Player],
-    language: Language,
+    chat_format: ChatFormat,
     ask: Ask,
     longest: int,
     stop: Sequence[str] = (),
@@ -82,15 +84,15 @@ async def run(
     Args:
         row: `prompt`, `data_source`, `ground_truth` and `extra_info`.
         opened: starts the process of the episode, and returns its player.
-        language: language of the engine.
+        chat_format: chat format of the engine.
         ask: the policy.
         longest: most tokens after the prompt, by the row's settings.
         stop: texts that end an answer.
         spent_s: seconds that the episode took before it began again.
     """
-    config: AgentConfig = language.config
+    config: AgentConfig = chat_format.config
     began = time.monotonic() - spent_s
-    conversation = Conversation(language, ask, min(longest, language.max_response_length), stop)
+    conversation = Conversation(chat_format, ask, min(longest, chat_format.max_response_length), stop)
     player: Player | None = None
     well, ended, error = False, "error", None
     try:

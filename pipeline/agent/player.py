@@ -3,13 +3,13 @@
 from typing import Any, Protocol
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint.chat_server import Chat
+from pipeline.agent.endpoint.chat_server import ChatHandler
 from pipeline.agent.inside.interface import Content, Message, Observation
-from pipeline.agent.inside.replies import Returned
+from pipeline.agent.inside.replies import ProgramResult
 
 
 class EpisodeProcess(Protocol):
-    """The process of an episode, on this node (`session.Session`) or on a host (`hosted.HostedSession`)."""
+    """The process of an episode, on this node (`session.Session`) or on a host (`ray_client.RemoteSession`)."""
 
     opened: Content
     """The content with which the environment began the episode."""
@@ -20,7 +20,7 @@ class EpisodeProcess(Protocol):
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool and return its result as text."""
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program of the episode and return its result."""
 
     async def place(self) -> str:
@@ -31,7 +31,7 @@ class EpisodeProcess(Protocol):
 
 
 class Player(Protocol):
-    """One episode's course: turns with an environment and tools (`turns.Turns`), or a program (`program.Program`)."""
+    """The player of one episode: `turns.TurnsPlayer` with environment and tools, or `program.ProgramPlayer`."""
 
     messages: list[dict[str, Any]]
     """The conversation so far, the prompt included; empty before its begin."""

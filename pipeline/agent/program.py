@@ -4,17 +4,17 @@ import asyncio
 from typing import Any
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint.chat_server import Chat
-from pipeline.agent.endpoint.server import Endpoint, Line
+from pipeline.agent.endpoint.chat_server import ChatHandler
+from pipeline.agent.endpoint.server import Endpoint, Route
 from pipeline.agent.errors import CommandFailed, EpisodeFailed
 from pipeline.agent.inside.forms import joined
 from pipeline.agent.inside.interface import EpisodeOver
-from pipeline.agent.inside.replies import Returned
+from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.session import Session
 
 
-class Program:
+class ProgramPlayer:
     """The `Player` of an episode with a program `async def run(row, chat)`.
 
     Args:
@@ -50,11 +50,11 @@ class Program:
         self.parts = returned.parts
         return conversation.over or "done"
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program with `chat` of the conversation, and return its result."""
         return await self._process.run(row, chat)
 
-    async def _returned(self, conversation: Conversation, row: dict[str, Any]) -> Returned:
+    async def _returned(self, conversation: Conversation, row: dict[str, Any]) -> ProgramResult:
         config = conversation.config
         try:
             returned = await self.run(row, conversation.chat)
@@ -62,7 +62,7 @@ class Program:
             if not conversation.over:
                 words = f"EpisodeOver: {over}; the program raised it, and the episode was not over"
                 raise EpisodeFailed(words) from None
-            return Returned()
+            return ProgramResult()
         if returned.reward is None and returned.rewards is None and config.scored_by != "function":
             how = "the program returned no reward; return a number,"
             if config.command:
@@ -73,8 +73,8 @@ class Program:
         return returned
 
 
-def _set_rewards(conversation: Conversation, returned: Returned) -> None:
-    """Give each answer its reward. Raises EpisodeFailed as `Program.play`."""
+def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
+    """Give each answer its reward. Raises EpisodeFailed as `ProgramPlayer.play`."""
     if not conversation.contexts:
         raise EpisodeFailed("the program ended without an answer of the policy, so that there is nothing to train")
     answers = sorted(turn for context in conversation.contexts for turn in context.turns)
@@ -91,7 +91,7 @@ def _set_rewards(conversation: Conversation, returned: Returned) -> None:
         context.set_rewards([by_turn[turn] for turn in context.turns])
 
 
-class ClientProgram(Program):
+class ClientPlayer(ProgramPlayer):
     """A command, or a program `def run(row)`, whose client sends its requests to the endpoint.
 
     Args:
@@ -106,7 +106,7 @@ class ClientProgram(Program):
         self._session, self._endpoint = session, endpoint
         self._sampling, self._longest = sampling, longest
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the command or the program and return its result.
 
         Raises:
@@ -123,14 +123,14 @@ class ClientProgram(Program):
                 refused.append(over)
                 raise
 
-        line = Line(ask, self._sampling, self._longest)
-        variables = self._endpoint.open(line)
+        route = Route(ask, self._sampling, self._longest)
+        variables = self._endpoint.open(route)
         running = asyncio.ensure_future(self._session.command(row, variables))
-        both: list[asyncio.Future[Any]] = [running, line.failed]
+        both: list[asyncio.Future[Any]] = [running, route.failed]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if line.failed.done():
-                raise line.failed.result().error
+            if route.failed.done():
+                raise route.failed.result().error
             return await running
         except CommandFailed:
             if refused:

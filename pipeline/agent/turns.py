@@ -31,7 +31,7 @@ class Reply:
     """False to mask the answer out of the training."""
 
 
-class Turns:
+class TurnsPlayer:
     """The `Player` of an episode with an environment, with tools, or with neither.
 
     Args:

@@ -29,7 +29,7 @@ _READ = 1 << 16
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCode:
     """A description of the loaded user code."""
 
     tools: list[dict[str, Any]]
@@ -44,9 +44,11 @@ class Loaded:
     """True if processes are forked; otherwise each episode starts a fresh interpreter."""
     client: bool = False
     """True if the program has a client of its own (`Code.client`)."""
+    note: str = ""
+    """A sentence for the author of the user's files; empty if there is none."""
 
 
-class End(NamedTuple):
+class ProcessEnd(NamedTuple):
     """The end of an episode's process."""
 
     words: str
@@ -60,7 +62,7 @@ class ZygoteLost(Exception):
     """The zygote has ended; the message describes how."""
 
 
-class Zygote:
+class ZygoteHandle:
     """The handle of a keeper, its zygote, and the processes of their episodes.
 
     Raises:
@@ -73,7 +75,7 @@ class Zygote:
         self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._ended: dict[int, asyncio.Future[End]] = {}  # end of an episode's process, by its number
+        self._ended: dict[int, asyncio.Future[ProcessEnd]] = {}  # end of an episode's process, by its number
         self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
         self._inbox = bytearray()
         self._mourning: asyncio.Task[None] | None = None
@@ -108,7 +110,7 @@ class Zygote:
                 ) from None
         self._loop.add_reader(self._control, self._receive)
 
-    async def load(self) -> Loaded:
+    async def load(self) -> LoadedCode:
         """Wait until the user's files are imported; returns their description.
 
         Raises:
@@ -123,7 +125,7 @@ class Zygote:
             raise ValueError(f"agent.python: {self._python}: {lost} as it began{self._last_line()}") from None
         if "refused" in first:
             raise ValueError(first["refused"])
-        return Loaded(**first)
+        return LoadedCode(**first)
 
     def _last_line(self) -> str:
         """Return a clause with the last line on standard error; empty if there is none."""
@@ -131,7 +133,7 @@ class Zygote:
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
-    def open(self, number: int, connection: socket.socket) -> asyncio.Future[End]:
+    def open(self, number: int, connection: socket.socket) -> asyncio.Future[ProcessEnd]:
         """Start the process of an episode; `connection` is its end of the connection, which is closed here.
 
         Returns:
@@ -234,7 +236,7 @@ class Zygote:
         if ended is not None and not ended.done():
             started = "error" not in event
             words = f"its process ended with {_code(event['code'])}" if started else event["error"]
-            ended.set_result(End(words, started))
+            ended.set_result(ProcessEnd(words, started))
 
     async def _mourn(self) -> None:
         """Wait for the end of the zygote, which closed its connection, and report how it ended."""
@@ -261,7 +263,7 @@ class Zygote:
             self._first.exception()
         for ended in self._ended.values():
             if not ended.done():
-                ended.set_result(End(how, lost=True))
+                ended.set_result(ProcessEnd(how, lost=True))
         self._ended.clear()
 
 

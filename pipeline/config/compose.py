@@ -89,7 +89,7 @@ def load(
     primary = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), None)
     if primary is None:
         found = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
-        raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
+        raise ConfigError(f"the config file {config_name}.yaml does not exist; there are: {', '.join(found)}")
 
     overrides = [expand_argument(text) for text in overrides]
     arguments, entries = _checked(overrides, schema, folders)
@@ -206,7 +206,7 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     for name in names:
         if name not in options:
-            raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
+            raise ConfigError(f"{group}={name}: this file does not exist; there are: {', '.join(options)}")
     return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
 
 
@@ -312,7 +312,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path}")
+        raise ConfigError(f"the config file {path} does not exist")
     try:
         content = OmegaConf.load(path)
         if not content:

@@ -164,7 +164,7 @@ def _remove(settings: DictConfig, entry: Entry) -> None:
         node = node.get(name, {})
     if last not in node:
         there = ", ".join(map(_written, node)) or "none"
-        raise ValueError(f"the argument {entry.text!r} takes out {entry.place}, which is not set; there are: {there}")
+        raise ValueError(f"the argument {entry.text!r} removes {entry.place}, which is not set; there are: {there}")
     del node[last]
 
 

@@ -106,8 +106,10 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
         return f"{where}: {answer}"
     guess = nearest(key, valid)
     if guess:
-        return f"{where}: there is no key {key}; did you mean {guess}?"
+        return f"{where}: the key {key} does not exist; did you mean {guess}?"
     section = key.split(".")[0]
     known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
-    listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
-    return f"{where}: there is no key {key}; {listed}"
+    listed = (
+        f"the keys of {section} are {', '.join(known)}" if known else "`slipstream docs configuration` lists all keys"
+    )
+    return f"{where}: the key {key} does not exist; {listed}"

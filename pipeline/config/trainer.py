@@ -206,13 +206,12 @@ class TrainerConfig:
             "one train worker may wait that long while the others wait for it; raise it": (
                 waits.collective <= max(waits.rows, waits.checkpoint)
             ),
-            "{trainer.gpus_per_worker}: Ray could give two of {trainer.num_workers} one GPU, which NCCL refuses; "
-            "set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4": (
+            "{trainer.gpus_per_worker}: Ray could give two of {trainer.num_workers} one GPU, which NCCL refuses; set "
+            "it above 0.5, such as 0.6 with rollout.num_gpus=0.4": (
                 self.use_gpu and self.num_workers > 1 and self.gpus_per_worker <= 0.5
             ),
-            "{trainer.weight_transport} needs the Python package nixl on every node: pip install nixl": (
-                nixl and importlib.util.find_spec("nixl") is None
-            ),
+            "{trainer.weight_transport} needs the Python package nixl on every node: "
+            "pip install 'slipstream-rl[nixl]'": (nixl and importlib.util.find_spec("nixl") is None),
         }
         variables = {f"{name} of the environment": os.environ.get(name, "") for name in ALLOCATOR}
         variables |= {f"trainer.env_vars.{variable}": value for variable, value in self.env_vars.items()}
@@ -220,14 +219,16 @@ class TrainerConfig:
             sentence = f"{{trainer.weight_transport}} cannot register memory of {variable}={value}"
             table[f"{sentence}; leave one of them out"] = nixl and "expandable_segments:true" in str(value).lower()
         for stage in self.placement:
-            sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
+            sentence = f"trainer.placement.{stage}: this stage does not exist; choose one of {', '.join(PLACED)}"
             table[sentence] = stage not in PLACED
         for kind in self.accept_changed:
-            sentence = f"trainer.accept_changed: {kind} is no kind of files; it may hold {', '.join(FILES)}"
+            sentence = f"trainer.accept_changed: {kind} is not a kind of file; choose from {', '.join(FILES)}"
             table[sentence] = kind not in FILES
         for logger in self.logger:
             package = LOGGERS.get(logger)
-            table[f"trainer.logger: {logger} is not known; it may hold {', '.join(LOGGERS)}"] = package is None
-            sentence = f"trainer.logger={logger} needs the Python package {package}: pip install {package}"
+            table[f"trainer.logger: {logger} is unknown; choose from {', '.join(LOGGERS)}"] = package is None
+            sentence = (
+                f"trainer.logger={logger} needs the Python package {package}: pip install 'slipstream-rl[{logger}]'"
+            )
             table[sentence] = package is not None and importlib.util.find_spec(package) is None
         return table

@@ -41,7 +41,7 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
         return model
     # These imports take seconds.
     from pipeline.agent.tokens.bridge import Bridge
-    from pipeline.agent.tokens.calls import Reader
+    from pipeline.agent.tokens.calls import AnswerParser
     from pipeline.config.model import ModelConfig
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -50,7 +50,7 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
     kwargs = {} if settings is None else settings.chat_template_kwargs
     try:
         bridge = Bridge.prove(tokenizer, kwargs, {"user"}, EXAMPLES)
-        reader = Reader.prove(tokenizer, EXAMPLES, parser, reasoning, bridge)
+        reader = AnswerParser.prove(tokenizer, EXAMPLES, parser, reasoning, bridge)
     except ValueError as error:
         if chosen is not None:
             raise ValueError(f"--tool-parser {chosen}: {str(error).replace('agent.parser', '--tool-parser')}") from None

@@ -134,9 +134,9 @@ class Compared:
         count = len(self.rows)
         singles = [[row] for row in range(count)]
         yield "alone", [[single] for single in singles]
-        yield ("packed" if way.packed else "padded") + " beside others", self._passes(singles, way)
+        yield ("packed" if way.packed else "padded") + " with others", self._passes(singles, way)
         if way.shared:
-            yield "behind a shared prompt", self._passes(_by_prompt(self.rows), way)
+            yield "after a shared prompt", self._passes(_by_prompt(self.rows), way)
 
     def log_probs(self, passes: Sequence[list[list[int]]], way: Way) -> np.ndarray:
         """[N] float64 of the rows' response tokens; a collective."""

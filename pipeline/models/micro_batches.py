@@ -55,7 +55,7 @@ def split_micro_batches(
     minimum = minimum_parts(lengths, max_tokens, units, packed)
     parts = minimum if parts is None else parts
     if parts < minimum:
-        raise ValueError(f"{len(lengths)} rows need at least {minimum} micro-batches, but {parts} were asked for")
+        raise ValueError(f"{len(lengths)} rows need at least {minimum} micro-batches, but {parts} were requested")
     if packed:
         sizes, first = _sizes(lengths, max_tokens, units), _first(len(lengths), units)
         batches = _spread(sizes, max_tokens, parts)

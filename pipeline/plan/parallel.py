@@ -28,8 +28,9 @@ def problems(config: Config) -> Iterator[str]:
         )
     if parallel.sequence > 1 and config.model.attn_implementation != "sdpa":
         yield (
-            f"actor.parallel.sequence={parallel.sequence} divides the heads of model.attn_implementation=sdpa alone, "
-            f"not of {config.model.attn_implementation}; choose sdpa, which takes flash attention's kernel where it is"
+            f"actor.parallel.sequence={parallel.sequence} needs model.attn_implementation=sdpa, not "
+            f"{config.model.attn_implementation}; choose sdpa, which uses the kernel of flash attention if it is "
+            "available"
         )
     if parallel.tensor > 1 and config.model.lora.rank:
         yield (

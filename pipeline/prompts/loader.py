@@ -147,7 +147,7 @@ class PromptLoader:
             if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
                 raise ValueError(f"{name} returned {given!r:.80}; give a list of rows, each a dict as in a prompt file")
             if len(given) > count - len(rows):
-                raise ValueError(f"{name} returned {len(given)} rows where at most {count - len(rows)} were asked for")
+                raise ValueError(f"{name} returned {len(given)} rows, more than the {count - len(rows)} requested")
             prompts = []
             for i, row in enumerate(given, made):
                 place = Place("data.generator", number, i)
@@ -188,7 +188,7 @@ class PromptLoader:
         read = {name.partition(".")[0] for name in self._columns} | {UNREAD} | self.encoder.media
         for file in self.files:
             if unread := [name for name in file.columns if name not in read]:
-                yield f"{file.key}: {file.name} has columns that nothing reads: {', '.join(unread)}"
+                yield f"{file.key}: {file.name} has columns that are not read: {', '.join(unread)}"
         yield from self.encoder.chat.omissions.notes
 
     @property
@@ -340,8 +340,8 @@ class PromptLoader:
         for name in given:
             if name not in names:
                 raise ValueError(
-                    f"{self._sampler_key()} gives a share to {name!r}, which is no data_source of the training files "
-                    f"({', '.join(names)}){nearest(name, names)}"
+                    f"{self._sampler_key()} gives a share to {name!r}, which is not a data_source of the training "
+                    f"files ({', '.join(names)}){nearest(name, names)}"
                 )
         if missing := [name for name in names if name not in given]:
             raise ValueError(

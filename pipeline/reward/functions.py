@@ -85,7 +85,7 @@ def function_config(name: str, settings: Any) -> FunctionConfig:
         raise ValueError(f"{key}={settings!r} must be a mapping with the keys {', '.join(_KINDS)}")
     for inner, value in settings.items():
         if inner not in _KINDS:
-            raise ValueError(f"there is no key {key}.{inner}; the keys of a reward are {', '.join(_KINDS)}")
+            raise ValueError(f"the key {key}.{inner} does not exist; the keys of a reward are {', '.join(_KINDS)}")
         kind, words = _KINDS[inner]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {words}")

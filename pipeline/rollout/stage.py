@@ -30,7 +30,7 @@ import ray
 
 from pipeline import rows
 from pipeline.agent.episode import Episode
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig

@@ -55,7 +55,7 @@ def nixl_agent() -> Any:
     except ImportError as error:
         raise ImportError(
             f"trainer.weight_transport=nixl needs the Python package nixl on every node, and it cannot be imported "
-            f"here ({error}): pip install nixl"
+            f"here ({error}): pip install 'slipstream-rl[nixl]'"
         ) from error
     return nixl_agent(f"weights-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
 
@@ -119,7 +119,7 @@ class PublishedMemory:
         except Exception as error:
             raise RuntimeError(
                 f"train rank {self._rank}: NIXL cannot register {data.nbytes} bytes of {data.device} for "
-                f"trainer.weight_transport=nixl ({error!r}); UCX_LOG_LEVEL=debug in trainer.env_vars says more"
+                f"trainer.weight_transport=nixl ({error!r}); set UCX_LOG_LEVEL=debug in trainer.env_vars to see more"
             ) from error
 
 

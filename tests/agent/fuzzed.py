@@ -94,7 +94,7 @@ class FuzzPlace(Place):
         for agent in self.config.agent.named:
             if agent != "runs":
                 self.loop.run_until_complete(everyone[agent].start())
-                tools[agent] = everyone[agent]._language.tools
+                tools[agent] = everyone[agent]._chat_format.tools
         self.oracle = Oracle(name, tools, {"shown"}, {"masks"}, {"runs"})
         self.random = {key: value.clone() for key, value in self.policy.state_dict().items()}
         self.fitted = self.fit()
@@ -132,7 +132,7 @@ class FuzzPlace(Place):
         import torch
 
         self.hostile()
-        bridge = self.rollout._episodes._agents["both"]._language.bridge
+        bridge = self.rollout._episodes._agents["both"]._chat_format.bridge
         lm, dice = self.policy.lm, random.Random(0)
         marks = [[bridge.tokens.ids[end] for end in ends.split()[:1]] for ends in ENDS[self.name]]
 
@@ -184,7 +184,7 @@ class FuzzPlace(Place):
             return
         dice = random.Random(f"{self.name}/hostile")
         for agent in ("both", "shown", "masks", "calls"):
-            reader = self.rollout._episodes._agents[agent]._language.reader
+            reader = self.rollout._episodes._agents[agent]._chat_format.reader
 
             def hostile(raw: str, ids: Any, parse: Any = reader._parse) -> Any:
                 if dice.random() > 0.1:

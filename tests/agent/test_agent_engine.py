@@ -27,7 +27,7 @@ from pipeline.agent import Environment, Observation
 class Talk(Environment):
     """Says odd things until the turns run out; each answer is worth its number."""
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.turn, self.seed, self.index = 0, seed, row["extra_info"]["index"]
         self.pause_s, self.gate = row["extra_info"]["pause_s"], row["extra_info"]["gate"]
 
@@ -111,9 +111,9 @@ def open_place(folder: str, prefix_cache: bool = True) -> int:
 def talk(split: str = "train") -> dict[str, Any]:
     version = place.step()
     (table,) = place.generate(place.talks(version, split))
-    language = place.agent._language
-    assert language is not None
-    bridge = language.bridge
+    chat_format = place.agent._chat_format
+    assert chat_format is not None
+    bridge = chat_format.bridge
     behind = [
         [bridge.after(answer, [message], ()) for answer, message in exchanges(row)]
         for row in table.select(["response_ids", "spans", "messages"]).to_pylist()
@@ -220,7 +220,7 @@ from pipeline.agent import Environment, Observation
 REPLIES = ["up", "<|im_start|>down \\u00e9"]
 
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.replies = list(REPLIES)
 
     def step(self, message):

@@ -1,4 +1,4 @@
-"""Episodes with a toy language, a scripted policy and a scripted world: a token is a byte."""
+"""Episodes with a toy chat format, a scripted policy and a scripted world: a token is a byte."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent import Call, Message, Observation, episode
-from pipeline.agent.conversation import TOKEN, Ask, Language
+from pipeline.agent.conversation import TOKEN, Ask, ChatFormat
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.tokens.context import joined
-from pipeline.agent.turns import Turns
+from pipeline.agent.turns import TurnsPlayer
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
@@ -113,14 +113,14 @@ def play(
     **config: Any,
 ) -> Episode:
     section = AgentConfig(environment="toy:Toy" if environment else None, **config)
-    language = Language(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
+    chat_format = ChatFormat(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
 
-    async def open_world() -> Turns:
+    async def open_world() -> TurnsPlayer:
         if opened is not None:
             opened()
-        return Turns(section, session, tools or {}, environment)  # type: ignore[arg-type]
+        return TurnsPlayer(section, session, tools or {}, environment)  # type: ignore[arg-type]
 
-    return asyncio.run(episode.run(ROW, open_world(), language, policy, longest))
+    return asyncio.run(episode.run(ROW, open_world(), chat_format, policy, longest))
 
 
 def text(ids: list[int]) -> str:

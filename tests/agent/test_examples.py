@@ -43,7 +43,7 @@ def first_row(files: Path, task: str) -> dict[str, Any]:
 
 def test_a_guess_earns_by_what_it_excludes_and_replies_may_be_dots() -> None:
     game = runpy.run_path(str(EXAMPLES / "higher_lower.py"))["HigherLower"](worth=0.5, blind=True)
-    game.open({"ground_truth": "40"}, 0)
+    game.reset({"ground_truth": "40"}, 0)
     seen = [game.step(Message(guess)) for guess in ("32", "32", "48", "47", "no", "40")]
     # Of 1 to 63, then 33 to 63 and 33 to 47.
     assert [each.reward for each in seen] == pytest.approx([0.5, 0, 0.5, 0.5 / 8, 0, 1])
@@ -52,7 +52,7 @@ def test_a_guess_earns_by_what_it_excludes_and_replies_may_be_dots() -> None:
 
 def test_a_table_may_be_hidden() -> None:
     table = runpy.run_path(str(EXAMPLES / "lookup.py"))["Lookup"](blind=True)
-    table.open({"ground_truth": "10 1"}, 1)
+    table.reset({"ground_truth": "10 1"}, 1)
     assert {table.get(key) for key in range(10, 100)} == {"."}
 
 

@@ -138,7 +138,7 @@ def test_daemons_end_with_their_episode_and_not_before(tmp_path: Path) -> None:
 
 def test_what_open_returns_is_checked() -> None:
     async def play(processes: Processes) -> None:
-        with pytest.raises(EpisodeFailed, match="Hostile.open returned a content of 5; expected a text, a list"):
+        with pytest.raises(EpisodeFailed, match="Hostile.reset returned a content of 5; expected a text, a list"):
             await processes.open({**ROW, "ground_truth": "content"}, 1, 10)
 
     run(config("x"), play)

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.agent import Message
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.hosts import Host
 from pipeline.agent.processes import Processes
+from pipeline.agent.ray_hosts import Host
 from pipeline.config.agent import AgentConfig
 from tests.agent.inside.test_chat_client import PROMPT, Policy
 from tests.agent.test_hostile import FAILURES, GOOD, config, wait_until_gone

@@ -211,6 +211,7 @@ def test_packages_that_are_not_installed(monkeypatch, named):
     named(refusal("trainer.weight_transport=nixl", "trainer.logger=[]"), "trainer.weight_transport=nixl")
     small = "actor.optim.name=adamw_8bit"
     named(refusal(small, "trainer.logger=[]"), f"{small} torchao")
+    named(refusal("model.lora.rank=8", "trainer.logger=[]"), "model.lora.rank=8 peft")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     check(good(small))
     named(

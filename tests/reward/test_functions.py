@@ -22,7 +22,7 @@ def own(path: str, **settings: Any) -> Function:
     ("settings", "message"),
     [
         ("x", "reward.functions.f='x' must be a mapping with the keys path, name, kwargs"),
-        ({"wieght": 1}, "there is no key reward.functions.f.wieght; the keys of a reward are path, name"),
+        ({"wieght": 1}, "the key reward.functions.f.wieght does not exist; the keys of a reward are path, name"),
         ({"weight": "1"}, "reward.functions.f.weight='1' does not fit; expected a number"),
         ({"weight": True}, "reward.functions.f.weight=True does not fit; expected a number"),
         ({"batch": 1}, "reward.functions.f.batch=1 does not fit; expected true or false"),

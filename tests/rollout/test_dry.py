@@ -26,7 +26,7 @@ class Game(Environment):
     def __init__(self, opening="Guess."):
         self.opening = opening
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.number = int(row["ground_truth"])
         return self.opening
 

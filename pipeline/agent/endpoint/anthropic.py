@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from pipeline.agent.endpoint.refused import Refused
+from pipeline.agent.endpoint.refused import RequestRefused
 from pipeline.agent.inside.frames import MAX_MESSAGES
 from pipeline.errors import short_reason
 
@@ -29,15 +29,15 @@ def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
         longest: most tokens of an answer. `max_tokens`, which every request must have, may be above it.
 
     Raises:
-        Refused: the request is malformed, or has a key that is not supported.
+        RequestRefused: the request is malformed, or has a key that is not supported.
     """
     try:
         count = len(asked["messages"])
         blocks = sum(len(one["content"]) for one in asked["messages"] if isinstance(one["content"], list))
     except (KeyError, TypeError):
-        raise Refused("messages must be a list of at least one {role, content}", "invalid_value") from None
+        raise RequestRefused("messages must be a list of at least one {role, content}", "invalid_value") from None
     if count + blocks > MAX_MESSAGES:
-        raise Refused(f"messages have {count + blocks:,} parts; they may have {MAX_MESSAGES:,}", "invalid_value")
+        raise RequestRefused(f"messages have {count + blocks:,} parts; they may have {MAX_MESSAGES:,}", "invalid_value")
     try:
         request = AnthropicMessagesRequest.model_validate(asked)
         completion = AnthropicServingMessages.to_chat_completion_request(request)
@@ -45,13 +45,13 @@ def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise Refused(f"{place}: {first['msg']}", "invalid_value", param=place) from None
+        raise RequestRefused(f"{place}: {first['msg']}", "invalid_value", param=place) from None
     # The converter is foreign code.
     except Exception as error:
-        raise Refused(f"the request cannot be read as a chat: {short_reason(error)}", "invalid_value") from error
+        raise RequestRefused(f"the request cannot be read as a chat: {short_reason(error)}", "invalid_value") from error
     further = sorted(asked.keys() - AnthropicMessagesRequest.model_fields.keys())
     if further:
-        raise Refused(f"{further[0]!r:.40} is not supported; leave it out", "unsupported", param=further[0])
+        raise RequestRefused(f"{further[0]!r:.40} is not supported; leave it out", "unsupported", param=further[0])
     plain.pop("max_completion_tokens", None)
     plain["max_tokens"] = min(plain["max_tokens"], longest)
     return plain
@@ -111,7 +111,7 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def error(refused: Refused) -> web.Response:
+def error(refused: RequestRefused) -> web.Response:
     """Write a refusal as Anthropic's clients read it."""
     body = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
     return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

@@ -9,17 +9,17 @@ from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.interface import EpisodeOver, Message
 from pipeline.agent.tokens.context import Answer
 
-Chat = Callable[..., Awaitable[Answer]]
+ChatHandler = Callable[..., Awaitable[Answer]]
 """The function `Conversation.chat`."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """A function that sends a reply to the program, as one frame."""
 
 
-class Asked(Protocol):
-    """A receiver of a program's frames: `Questions`, or an object that passes them on."""
+class FrameReceiver(Protocol):
+    """A receiver of a program's frames: `ChatServer`, or an object that passes them on."""
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """See `Questions.take`."""
+        """See `ChatServer.take`."""
 
 
 class ChatFailed(Exception):
@@ -30,10 +30,10 @@ class ChatFailed(Exception):
         self.error = error
 
 
-class Questions:
+class ChatServer:
     """The chats of one program, which come as frames.
 
-        async with Questions(chat, send) as questions:
+        async with ChatServer(chat, send) as questions:
             await questions.take(frame)
 
     If a chat raises, the block ends and raises `ChatFailed` with the error. No chat outlives the block.
@@ -43,14 +43,14 @@ class Questions:
         send: function that sends a reply as one frame.
     """
 
-    def __init__(self, chat: Chat, send: Send) -> None:
+    def __init__(self, chat: ChatHandler, send: Send) -> None:
         self._chat, self._send = chat, send
         self._sending = asyncio.Lock()
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: dict[int, asyncio.Task[Answer]] = {}
 
-    async def __aenter__(self) -> "Questions":
+    async def __aenter__(self) -> "ChatServer":
         await self._group.__aenter__()
         return self
 
@@ -71,7 +71,7 @@ class Questions:
                 self._asking[number].cancel()
             return
         while len(self._tasks) >= MAX_CHATS:
-            # A program that uses `chat_client.Chats` does not send more; any other has to wait.
+            # A program that uses `chat_client.ChatClient` does not send more; any other has to wait.
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         task = self._group.create_task(self._answer(number, frame))
         self._tasks.add(task)

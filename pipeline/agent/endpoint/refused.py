@@ -7,7 +7,7 @@ from pipeline.agent.inside.frames import MAX_REASON, cut
 MAX_PARAM = 200  # characters
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The endpoint refuses a request.
 
     Args:

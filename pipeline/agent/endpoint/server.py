@@ -27,9 +27,9 @@ from typing import Any
 from aiohttp import http_exceptions, web
 
 from pipeline.agent.endpoint.bodies import as_json, read
-from pipeline.agent.endpoint.chat_server import Chat, ChatFailed
+from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler
 from pipeline.agent.endpoint.messages import checked_messages, checked_tools
-from pipeline.agent.endpoint.refused import Refused
+from pipeline.agent.endpoint.refused import RequestRefused
 from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.forms import tool_call
 from pipeline.agent.inside.frames import MAX_HEARD
@@ -68,7 +68,7 @@ log.addFilter(
 
 
 @dataclass
-class Asked:
+class PendingRequest:
     """A request to the policy."""
 
     completion: asyncio.Task[dict[str, Any]]
@@ -83,7 +83,7 @@ class Asked:
         return not self.heard and all(left() for left in self.left)
 
 
-class Line:
+class Route:
     """The path of one episode.
 
     Args:
@@ -92,11 +92,11 @@ class Line:
         longest: most tokens of an answer.
     """
 
-    def __init__(self, chat: Chat, sampling: dict[str, float], longest: int) -> None:
+    def __init__(self, chat: ChatHandler, sampling: dict[str, float], longest: int) -> None:
         self._chat, self._sampling, self.longest = chat, sampling, longest
         self.failed: asyncio.Future[ChatFailed] = asyncio.get_running_loop().create_future()
         """The error of a chat that ended the episode; the client can do nothing for it."""
-        self._answers: dict[bytes, Asked] = {}
+        self._answers: dict[bytes, PendingRequest] = {}
         """Requests by their key."""
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self.room = asyncio.Semaphore(MAX_CHATS)
@@ -120,13 +120,13 @@ class Line:
             left: function that returns true if the client has hung up.
 
         Raises:
-            Refused: the request has no answer.
+            RequestRefused: the request has no answer.
         """
         messages, tools, most = self._checked(request)
         asked = self._answers.get(key)
         if asked is not None and not repeated and not asked.lost:
             if not asked.heard:
-                raise Refused(
+                raise RequestRefused(
                     "the same request is being answered; wait for its answer, or let a key such as `seed` or `user` "
                     "tell the two apart to get another one",
                     "already_asked",
@@ -135,7 +135,7 @@ class Line:
             asked = None
         if asked is None:
             task = asyncio.create_task(self._complete(request, messages, tools, most))
-            asked = self._answers[key] = Asked(task)
+            asked = self._answers[key] = PendingRequest(task)
             self._tasks.add(task)
             task.add_done_callback(lambda done: self._forget(key, done))
         asked.left.append(left)
@@ -147,7 +147,7 @@ class Line:
         except EpisodeOver as over:
             length = "max_response_length" in str(over)
             code = "context_length_exceeded" if length else "max_turns_reached"
-            raise Refused(str(over), code, param="messages") from None
+            raise RequestRefused(str(over), code, param="messages") from None
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
@@ -156,7 +156,7 @@ class Line:
         except Exception as error:  # noqa: BLE001
             if not self.failed.done():
                 self.failed.set_result(ChatFailed(error))
-            raise Refused(f"the episode has failed: {error}", "episode_failed") from None
+            raise RequestRefused(f"the episode has failed: {error}", "episode_failed") from None
         finally:
             asked.left.remove(left)
 
@@ -167,14 +167,14 @@ class Line:
             del self._answers[key]
 
     def _checked(self, request: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
-        """Check a request; returns its messages, its tools and the most tokens of the answer. Raises Refused."""
+        """Check a request; returns its messages, its tools and the most tokens of the answer. Raises RequestRefused."""
         most = None
         for name, value in request.items():
             if value is None or name in ("messages", "tools", "stream_options", *IGNORED):
                 continue
             if name in LENGTHS:
                 if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.longest:
-                    raise Refused(
+                    raise RequestRefused(
                         f"{name}={value!r:.40}: an answer of this run has 1 to {self.longest} tokens "
                         "(agent.max_turn_tokens, data.max_response_length); lower it or leave it out",
                         "unsupported_value",
@@ -183,18 +183,20 @@ class Line:
                 most = min(value, most or value)
             elif name in SAMPLED:
                 if value != self._sampling[name]:
-                    raise Refused(
+                    raise RequestRefused(
                         f"{name}={value!r:.40}: the run samples this answer with {self._sampling[name]:g}, and the "
                         "importance ratios would be wrong with another one; leave it out",
                         "unsupported_value",
                         param=name,
                     )
             elif value not in NEUTRAL.get(name, ()):
-                raise Refused(f"{name!r:.40}={value!r:.40} is not supported; leave it out", "unsupported", param=name)
+                raise RequestRefused(
+                    f"{name!r:.40}={value!r:.40} is not supported; leave it out", "unsupported", param=name
+                )
         try:
             return checked_messages(request.get("messages")), checked_tools(request.get("tools")), most
         except ValueError as error:
-            raise Refused(str(error), "invalid_value", param="messages") from None
+            raise RequestRefused(str(error), "invalid_value", param="messages") from None
 
     async def _complete(
         self, request: dict[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]], most: int | None
@@ -232,16 +234,16 @@ def described(name: str) -> dict[str, Any]:
     return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def gone() -> Refused:
+def gone() -> RequestRefused:
     """Return the refusal of a request to an episode that has ended."""
-    return Refused("the episode of this path has ended", "episode_ended", 410)
+    return RequestRefused("the episode of this path has ended", "episode_ended", 410)
 
 
 class Endpoint:
     """The server of one engine's episodes, on the event loop that starts it."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line] = {}
+        self._routes: dict[str, Route] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
 
@@ -268,22 +270,22 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def open(self, line: Line) -> dict[str, str]:
-        """Give a line a path; returns the environment variables that lead a client there."""
+    def open(self, route: Route) -> dict[str, str]:
+        """Give a route a path; returns the environment variables that lead a client there."""
         path = secrets.token_urlsafe(24)
-        self._lines[path] = line
+        self._routes[path] = route
         url = f"http://127.0.0.1:{self._port}/{path}"
         openai = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": path}
         return openai | {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": path}
 
     async def end(self, variables: dict[str, str]) -> None:
-        """Remove the path of these variables, and close its line."""
-        await self._lines.pop(variables["OPENAI_API_KEY"]).close()
+        """Remove the path of these variables, and close its route."""
+        await self._routes.pop(variables["OPENAI_API_KEY"]).close()
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         try:
             completion, asked = await self._answer(request, lambda asked, longest: asked)
-        except Refused as refused:
+        except RequestRefused as refused:
             return refused.response()
         if not asked.get("stream"):
             return web.json_response(completion)
@@ -296,7 +298,7 @@ class Endpoint:
         anthropic = await asyncio.to_thread(importlib.import_module, "pipeline.agent.endpoint.anthropic")
         try:
             completion, asked = await self._answer(request, anthropic.as_completion)
-        except Refused as refused:
+        except RequestRefused as refused:
             return anthropic.error(refused)
         message = anthropic.message(completion)
         if not asked.get("stream"):
@@ -310,36 +312,36 @@ class Endpoint:
 
         `as_completion` makes it from the client's request and the most tokens of an answer.
         """
-        async with self._line(request).room:
+        async with self._route(request).room:
             body = await read(request)
             given = as_json(body)
             repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
             # The episode may have ended while the body came.
-            line = self._line(request)
-            asked, key = as_completion(given, line.longest), hashlib.sha256(body).digest()
-            return await line.answer(asked, key, repeated, lambda: hung_up(request)), asked
+            route = self._route(request)
+            asked, key = as_completion(given, route.longest), hashlib.sha256(body).digest()
+            return await route.answer(asked, key, repeated, lambda: hung_up(request)), asked
 
     async def _models(self, request: web.Request) -> web.Response:
-        if request.match_info["path"] not in self._lines:
+        if request.match_info["path"] not in self._routes:
             return gone().response()
         ends = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
         return web.json_response({"object": "list", "data": [described(MODEL)], **ends})
 
     async def _model(self, request: web.Request) -> web.Response:
-        if request.match_info["path"] not in self._lines:
+        if request.match_info["path"] not in self._routes:
             return gone().response()
         return web.json_response(described(model_of(request.match_info["name"])))
 
-    def _line(self, request: web.Request) -> Line:
-        line = self._lines.get(request.match_info["path"])
-        if line is None:
+    def _route(self, request: web.Request) -> Route:
+        route = self._routes.get(request.match_info["path"])
+        if route is None:
             raise gone()
-        return line
+        return route
 
     async def _unknown(self, request: web.Request) -> web.Response:
         known = "POST /chat/completions, POST /messages and GET /models"
         text = f"{request.method:.20} {request.path[-40:]}: there is nothing but {known}"
-        return Refused(text, "unknown_url", 404).response()
+        return RequestRefused(text, "unknown_url", 404).response()
 
 
 def hung_up(request: web.Request) -> bool:

@@ -27,7 +27,7 @@ MAX_CHATS = 64
 _READ = 1 << 16
 
 
-class Chats:
+class ChatClient:
     """The chats of one run of the program. It must be made on the event loop of the program.
 
     Args:

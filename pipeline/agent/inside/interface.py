@@ -4,7 +4,7 @@ This module needs Python 3.9 and nothing but the standard library, because envir
 their own (`agent.python`), with packages that conflict with the trainer's packages.
 
     class HigherLower(Environment):
-        def open(self, row, seed):
+        def reset(self, row, seed):
             self.number = random.Random(seed).randint(1, 63)
             return "Guess a number from 1 to 63."
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
 
 Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
-"""Text of one message, whose role is `agent.observation_role` (`user` for what `open` returns), or messages
+"""Text of one message, whose role is `agent.observation_role` (`user` for what `reset` returns), or messages
 `{role, content}`; None for no message."""
 
 
@@ -101,7 +101,7 @@ and never returns if the episode fails, for example because the messages begin o
 class Environment:
     """One episode. Each episode has a new object, in a process without other episodes; methods may be `async def`."""
 
-    def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
+    def reset(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
         """Begin the episode.
 
         Args:

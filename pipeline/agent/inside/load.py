@@ -39,7 +39,7 @@ class Tool:
     function: Callable[..., Any]
     timeout_s: float | None = None
     """Seconds of one call; None takes `agent.step_timeout_s`."""
-    episode: verl.ToolOfVerl | None = None
+    episode: verl.VerlTool | None = None
     """A tool of verl, which is called when an episode begins and ends."""
     method: bool = False
     """True if `function` is a method of the environment, which holds the episode."""
@@ -63,6 +63,8 @@ class Code:
     """MCP servers; each episode connects to them."""
     program: Callable[..., Any] | None = None
     """The program that drives an episode: `async def run(row, chat)`, or `def run(row)`."""
+    note: str = ""
+    """A sentence for the author of the user's files, if something in them has another name now."""
     client: bool = False
     """True if the program is `def run(row)`, with a client that reads OPENAI_BASE_URL or similar variables."""
     command: list[str] = field(default_factory=list)
@@ -187,6 +189,9 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"agent.kwargs do not fit {spec}: {error}; it takes {made.__name__}{inspect.signature(made)}"
         ) from None
+    if made.reset is Environment.reset and hasattr(made, "open"):
+        code.note = f"agent.environment is {spec}, whose method `open` is named `reset` now; rename it"
+        made.reset = made.open  # type: ignore[method-assign]
     code.environment = lambda: made(**kwargs)
     code.closes = made.close is not Environment.close
     for name in dir(made):
@@ -283,7 +288,7 @@ def _tools_of_verl(code: Code, key: str, path: str) -> list[Tool]:
 
 def _tool_of_verl(key: str, made: Any, config: dict[str, Any], schema: dict[str, Any] | None) -> Tool:
     try:
-        episode = verl.ToolOfVerl(made, config, schema)
+        episode = verl.VerlTool(made, config, schema)
     except ValueError as error:
         raise ValueError(f"{key}: {made.__name__}: {error}") from None
     return Tool(episode.schema, episode.call, None, episode)

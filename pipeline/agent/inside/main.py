@@ -175,6 +175,7 @@ class Zygote:
                 "timeouts": {tool.name: tool.timeout_s for tool in tools},
                 "forks": self._alone,
                 "client": self._code.client,
+                "note": self._code.note,
             }
         )
 

@@ -39,7 +39,7 @@ from mcp.shared.message import SessionMessage
 
 from pipeline.agent.inside.frames import MAX_FRAME, MAX_TOOLS, MAX_VALUES
 from pipeline.agent.inside.interface import ToolError
-from pipeline.agent.inside.mcp_streams import Read, Watch, Written, is_meant
+from pipeline.agent.inside.mcp_streams import ReadStream, StreamGuard, WriteStream, is_meant
 from pipeline.agent.inside.remote import ServerFailed, cause, without_login
 from pipeline.agent.inside.schema import NAME
 
@@ -70,7 +70,7 @@ class Server:
         self._client: Client
         self._problem = ""  # the reason if the server gives no further answers, as far as is known
         self._received = self._lines = 0  # bytes and lines since the last call
-        self._watch = Watch(self._fail)
+        self._watch = StreamGuard(self._fail)
 
     def schemas(self, within_s: float) -> list[dict[str, Any]]:
         """Connect, and request the schemas of the tools.
@@ -121,7 +121,7 @@ class Server:
         Raises:
             ServerFailed: the connection failed.
         """
-        self._problem, self._watch = "", Watch(self._fail)
+        self._problem, self._watch = "", StreamGuard(self._fail)
         self._portal = self._stack.enter_context(start_blocking_portal())
         try:
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(self._connected()))
@@ -166,7 +166,7 @@ class Server:
     @contextlib.asynccontextmanager
     async def _watched(self) -> AsyncIterator[Any]:
         async with self._process() if self._url is None else self._http(self._url) as (incoming, outgoing):
-            yield Read(incoming, self._watch), Written(outgoing, self._watch)
+            yield ReadStream(incoming, self._watch), WriteStream(outgoing, self._watch)
 
     @contextlib.asynccontextmanager
     async def _http(self, url: str) -> AsyncIterator[Any]:

@@ -16,7 +16,7 @@ from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 from pipeline.agent.inside.frames import MAX_MESSAGES
 
 
-class Watch:
+class StreamGuard:
     """The state of a connection.
 
     Args:
@@ -66,10 +66,10 @@ def is_meant(line: bytes) -> bool:
     return isinstance(value, dict) and "id" in value and not value.keys().isdisjoint(("result", "error"))
 
 
-class Read:
+class ReadStream:
     """The stream of a server's messages."""
 
-    def __init__(self, stream: Any, watch: Watch) -> None:
+    def __init__(self, stream: Any, watch: StreamGuard) -> None:
         self._stream, self._watch = stream, watch
 
     @property
@@ -88,7 +88,7 @@ class Read:
         """Stop receiving."""
         await self._stream.aclose()
 
-    def __aiter__(self) -> Read:
+    def __aiter__(self) -> ReadStream:
         return self
 
     async def __anext__(self) -> Any:
@@ -97,17 +97,17 @@ class Read:
         except anyio.EndOfStream:
             raise StopAsyncIteration from None
 
-    async def __aenter__(self) -> Read:
+    async def __aenter__(self) -> ReadStream:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         await self.aclose()
 
 
-class Written:
+class WriteStream:
     """The stream of messages to a server."""
 
-    def __init__(self, stream: Any, watch: Watch) -> None:
+    def __init__(self, stream: Any, watch: StreamGuard) -> None:
         self._stream, self._watch = stream, watch
 
     async def send(self, item: Any, /) -> None:
@@ -119,7 +119,7 @@ class Written:
         """Stop sending."""
         await self._stream.aclose()
 
-    async def __aenter__(self) -> Written:
+    async def __aenter__(self) -> WriteStream:
         return self
 
     async def __aexit__(self, *_: Any) -> None:

@@ -74,7 +74,7 @@ class OpenEnv(Environment):
         finally:
             self.close()
 
-    def open(self, row: dict[str, Any], seed: int) -> str | None:
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
         """Begin the episode; a server that has no room for another one is asked again until the deadline is near."""
         given = (row["extra_info"] or {}).get("reset_kwargs") or {}
         arguments = {"seed": seed % (1 << 32), **self._reset_kwargs, **given}

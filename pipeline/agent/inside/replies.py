@@ -3,7 +3,7 @@
 This module needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one
 answer for each request, in order:
 
-    {"id": 1, "do": "open", "row": {...}, "seed": 7}            {"id": 1, "opened": "Guess."}
+    {"id": 1, "do": "reset", "row": {...}, "seed": 7}           {"id": 1, "opened": "Guess."}
     {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
     {"id": 3, "do": "call", "name": "calc", "arguments": {}}    {"id": 3, "text": "7"}, or {"id": 3, "mistake": "..."}
     {"id": 4, "do": "close"}                                    {"id": 4, "free": true}
@@ -11,7 +11,7 @@ answer for each request, in order:
     {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
 and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} if the user's code failed. A running program sends its
-chats as further frames (`chat_client.py`). After a `close` that leaves the process free, `open` may begin another
+chats as further frames (`chat_client.py`). After a `close` that leaves the process free, `reset` may begin another
 episode.
 """
 
@@ -46,7 +46,7 @@ LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 
 
 @dataclass
-class Returned:
+class ProgramResult:
     """The result of a program or a command at the end of its episode."""
 
     reward: float | None = None
@@ -154,7 +154,7 @@ class Replies:
         finally:
             self._awaited = None
 
-    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         seed = request["seed"]
         # All processes come from one, and would draw the same numbers.
         random.seed(seed)
@@ -172,8 +172,8 @@ class Replies:
         if self._code.environment is None:
             return {"opened": None}
         self._environment = self._code.environment()
-        content = self._value(self._environment.open(request["row"], seed))
-        return {"opened": checked_content(content, f"{type(self._environment).__name__}.open")}
+        content = self._value(self._environment.reset(request["row"], seed))
+        return {"opened": checked_content(content, f"{type(self._environment).__name__}.reset")}
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
@@ -211,7 +211,7 @@ class Replies:
 
         async def run() -> Any:
             assert program is not None
-            asking = chat_client.Chats(self._connection, send)
+            asking = chat_client.ChatClient(self._connection, send)
             try:
                 return await program(request["row"], asking.chat)
             finally:
@@ -285,17 +285,17 @@ def _alive() -> set[int]:
     return {*map(int, os.listdir("/proc/self/task")), *children()}
 
 
-def returned(result: Any, name: str) -> Returned:
+def returned(result: Any, name: str) -> ProgramResult:
     """Check the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
 
     Raises:
         ValueError: the result is something else.
     """
     parts = dict(result) if isinstance(result, dict) else {"reward": result}
-    return checked_result(Returned(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
+    return checked_result(ProgramResult(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
 
 
-def checked_result(result: Returned, name: str) -> Returned:
+def checked_result(result: ProgramResult, name: str) -> ProgramResult:
     """Check a result, and convert its rewards to floats.
 
     Raises:
@@ -307,7 +307,7 @@ def checked_result(result: Returned, name: str) -> Returned:
         if not isinstance(rewards, (list, tuple)) or any(value is None for value in rewards):
             raise ValueError(f"{name} returned rewards of {_shown(rewards)}; expected a list of numbers")
         rewards = [_reward(value, name, f" (rewards[{place}])") for place, value in enumerate(rewards)]
-    return Returned(_reward(result.reward, name), rewards, _parts(result.parts, name))
+    return ProgramResult(_reward(result.reward, name), rewards, _parts(result.parts, name))
 
 
 def checked(observation: Observation, name: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Interaction(Environment):
         self._interaction = made(config)
         self._id = uuid.uuid4().hex
 
-    async def open(self, row: dict[str, Any], seed: int) -> None:  # type: ignore[override]
+    async def reset(self, row: dict[str, Any], seed: int) -> None:  # type: ignore[override]
         self._messages = [dict(message) for message in row["prompt"]]
         self._kwargs = dict((row["extra_info"] or {}).get("interaction_kwargs") or {})
         await self._interaction.start_interaction(self._id, **self._kwargs)
@@ -66,7 +66,7 @@ class Interaction(Environment):
         await _fitting(self._interaction.finalize_interaction, instance_id=self._id, **self._kwargs)
 
 
-class ToolOfVerl:
+class VerlTool:
     """A tool of verl for one episode.
 
     Raises:

@@ -8,7 +8,7 @@ contents, quote them as JSON, or leave out empty ones. `proof.py` shows before t
 
 This is not guaranteed: that the template, given the whole conversation, would write the same. Templates of reasoning
 models remove the thinking from earlier answers at a user's message. The context of an episode keeps it: every token is
-trained in the context that it was sampled in. `Proof.appends` is true if the template writes the same.
+trained in the context that it was sampled in. `Continuation.appends` is true if the template writes the same.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.agent.inside.forms import call_id
 from pipeline.agent.inside.interface import Call
 from pipeline.agent.tokens.control import clean
-from pipeline.agent.tokens.proof import Proof, prove
+from pipeline.agent.tokens.proof import Continuation, prove
 from pipeline.agent.tokens.template import FORMS, QUESTION, Template, common_prefix, said
 from pipeline.omissions import remedy
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Bridge:
     """The tokens of first prompts, and the tokens between an answer and the next one."""
 
-    def __init__(self, template: Template, proofs: dict[str, Proof]) -> None:
+    def __init__(self, template: Template, continuations: dict[str, Continuation]) -> None:
         """Use `prove`, which refuses templates that do not work."""
-        self._template, self.proofs = template, proofs
+        self._template, self.continuations = template, continuations
         self.tokens, self.template_kwargs = template.tokens, template.kwargs
 
     @classmethod
@@ -86,11 +86,11 @@ class Bridge:
         """
         if not messages:
             raise ValueError("an answer is continued with at least one message, but there is none")
-        proof = self.proofs.get(messages[0]["role"])
+        proof = self.continuations.get(messages[0]["role"])
         if proof is None:
             raise ValueError(
                 f"no continuation with a message of role {messages[0]['role']!r:.40} was proven, but those of "
-                f"{', '.join(sorted(self.proofs))}; let the environment answer in one of these roles"
+                f"{', '.join(sorted(self.continuations))}; let the environment answer in one of these roles"
             )
         if not proof.several and sum(message["role"] == messages[0]["role"] for message in messages) > 1:
             raise ValueError(
@@ -172,7 +172,7 @@ class Bridge:
     @property
     def closings(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        return frozenset().union(*(proof.closings for proof in self.proofs.values()))
+        return frozenset().union(*(proof.closings for proof in self.continuations.values()))
 
     def text(self, ids: list[int]) -> str:
         """Decode tokens, control tokens included (`conversation.py`)."""
@@ -181,7 +181,7 @@ class Bridge:
     def summary(self) -> str:
         """Describe the proven continuations in one line."""
         parts = []
-        for role, proof in sorted(self.proofs.items()):
+        for role, proof in sorted(self.continuations.items()):
             notes = ["as the template writes it" if proof.appends else "earlier answers kept as sampled"]
             notes += ["contents trimmed"] if proof.trimmed else []
             notes += [] if proof.several else ["one message behind an answer"]

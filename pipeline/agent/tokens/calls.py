@@ -48,7 +48,7 @@ class Malformed(Exception):
     """A call cannot be read; the model reads the text, which is the reason."""
 
 
-class Reader:
+class AnswerParser:
     """A reader of answers. It is safe to use from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], bridge: Bridge) -> None:
@@ -69,7 +69,7 @@ class Reader:
     @classmethod
     def prove(
         cls, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], parser: str, reasoning_parser: str, bridge: Bridge
-    ) -> "Reader":
+    ) -> "AnswerParser":
         """Make a reader whose tool parser reads the calls that the model's chat template writes.
 
         Args:

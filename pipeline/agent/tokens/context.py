@@ -37,8 +37,8 @@ class Context:
     prompt_ids: list[int]
     messages: list[dict[str, Any]]
     """The conversation as the policy saw it."""
-    language: Any = None
-    """The `Language` of the context."""
+    chat_format: Any = None
+    """The `ChatFormat` of the context."""
     heard: list[Any] = field(default_factory=list)
     """The conversation as the program knows it: long messages are whole."""
     ids: list[int] = field(default_factory=list)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Tokens:
+class ControlTokens:
     """A tokenizer and its control tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -65,13 +65,13 @@ class Tokens:
 
 
 @lru_cache(maxsize=1)
-def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> Tokens:
-    """Return the `Tokens` of a tokenizer, which all lists of tools share.
+def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> ControlTokens:
+    """Return the `ControlTokens` of a tokenizer, which all lists of tools share.
 
     Raises:
-        ValueError: as `Tokens`.
+        ValueError: as `ControlTokens`.
     """
-    return Tokens(tokenizer)
+    return ControlTokens(tokenizer)
 
 
 def clean(value: Any) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.agent.inside.forms import call_id
 from pipeline.agent.inside.interface import Call
-from pipeline.agent.tokens.template import QUESTION, Template, Way, answering, common_prefix, said
+from pipeline.agent.tokens.template import QUESTION, Rendering, Template, answering, common_prefix, said
 from pipeline.omissions import remedy
 
 ANSWERS = ("Yes.", "12", "a\n", "é 中 😀")
@@ -12,15 +12,15 @@ CONTENTS = ("higher", "", "  x  ", "\n", "a\n\nb\n", "12 3.5", "é 中 😀", '{
 WORD = "observed"
 THOUGHT = "<think>\nSo.\n</think>\n\nYes."
 
-USER_WAYS = (Way("none", False), Way("none", True))
-TOOL_WAYS = (*(Way(form, tools) for form in ("objects", "texts") for tools in (False, True)), *USER_WAYS)
+USER_WAYS = (Rendering("none", False), Rendering("none", True))
+TOOL_WAYS = (*(Rendering(form, tools) for form in ("objects", "texts") for tools in (False, True)), *USER_WAYS)
 
 
 @dataclass(frozen=True)
-class Proof:
+class Continuation:
     """The proven way in which messages of a role follow an answer."""
 
-    way: Way
+    way: Rendering
     closing: str
     """The control token that `after` begins with if the answer was cut."""
     closings: frozenset[int]
@@ -33,7 +33,7 @@ class Proof:
     """True if the template removes white space around contents."""
 
 
-def prove(template: Template, role: str) -> Proof:
+def prove(template: Template, role: str) -> Continuation:
     """Find a way in which messages of a role follow an answer, if possible several of them.
 
     Raises:
@@ -60,7 +60,7 @@ def prove(template: Template, role: str) -> Proof:
     )
 
 
-def _try(template: Template, role: str, way: Way) -> Proof:
+def _try(template: Template, role: str, way: Rendering) -> Continuation:
     """Prove one way. Raises ValueError if the proof fails."""
     name = template.tools[0]["function"]["name"] if template.tools else "tool"
     calls = [] if way.calls == "none" else [Call(call_id(number), name, {}) for number in range(2)]
@@ -78,10 +78,10 @@ def _try(template: Template, role: str, way: Way) -> Proof:
         several = False
     appends = all(_appends(template, way, closing, other, calls[:1]) for other in others)
     spaced = template.tail(way, closing, [{"role": role, "content": f" {WORD} "}], calls[:1])
-    return Proof(way, closing, closings, several, appends, f" {WORD} " not in spaced)
+    return Continuation(way, closing, closings, several, appends, f" {WORD} " not in spaced)
 
 
-def _closing(template: Template, way: Way, message: dict, calls: list[Call]) -> tuple[str, frozenset[int]]:
+def _closing(template: Template, way: Rendering, message: dict, calls: list[Call]) -> tuple[str, frozenset[int]]:
     """Return the control token that ends an answer in front of `message`, and the ids of all tokens that end one."""
     text = template.behind(way, [message], calls)
     controls = list(template.tokens.control.finditer(text))
@@ -98,14 +98,14 @@ def _closing(template: Template, way: Way, message: dict, calls: list[Call]) -> 
     shared = len(common_prefix(text, last))
     within = [control.group() for control in controls if control.end() <= shared]
     behind = [control.group() for control in controls if control.start() >= shared]
-    closed = template.tokens.control.search(template.behind(Way("none", way.tools), [], [], generate=False))
+    closed = template.tokens.control.search(template.behind(Rendering("none", way.tools), [], [], generate=False))
     found = within[-1:] if closed else behind[:1]
     if not found:
         raise ValueError("it writes no token of its own behind a tool call")
     return found[0], frozenset({template.tokens.ids[found[0]]})
 
 
-def _check_border(template: Template, way: Way, closing: str, message: dict, calls: list[Call]) -> None:
+def _check_border(template: Template, way: Rendering, closing: str, message: dict, calls: list[Call]) -> None:
     """Raise ValueError if the text after an answer depends on the answer, or a token could cross the border."""
     tail = template.tail(way, closing, [message], calls)
     encode = template.tokens.as_template
@@ -120,7 +120,7 @@ def _check_border(template: Template, way: Way, closing: str, message: dict, cal
             raise ValueError(f"a token crosses the border between the answer {answer!r} and what follows")
 
 
-def _appends(template: Template, way: Way, closing: str, message: dict, calls: list[Call]) -> bool:
+def _appends(template: Template, way: Rendering, closing: str, message: dict, calls: list[Call]) -> bool:
     """Return whether the template writes the whole conversation as the first prompt, the answer and the tail."""
     start = template.render([QUESTION], template.tools)
     answer = said(THOUGHT, calls, way.calls)

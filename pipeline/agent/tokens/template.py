@@ -23,7 +23,7 @@ FORMS = ("objects", "texts", "alone")
 content."""
 
 
-class Way(NamedTuple):
+class Rendering(NamedTuple):
     """The way in which the answer in front of new messages is rendered."""
 
     calls: str
@@ -73,7 +73,7 @@ class Template:
             ) from error
         return text
 
-    def behind(self, way: Way, messages: list[dict], calls: Sequence[Call], generate: bool = True) -> str:
+    def behind(self, way: Rendering, messages: list[dict], calls: Sequence[Call], generate: bool = True) -> str:
         """Return the text of the template after an answer; if it has calls, after the argument of the last call.
 
         Args:
@@ -95,7 +95,7 @@ class Template:
             raise ValueError(f"the chat template writes an assistant's text {count} times, not once")
         return text[text.index(self._sentinel) + len(self._sentinel) :]
 
-    def tail(self, way: Way, closing: str, messages: list[dict], calls: Sequence[Call]) -> str:
+    def tail(self, way: Rendering, closing: str, messages: list[dict], calls: Sequence[Call]) -> str:
         """Return `behind` with the generation prompt, from the control token `closing` on if the answer has calls."""
         text = self.behind(way, messages, calls)
         return text if way.calls == "none" else text[text.index(closing) :]

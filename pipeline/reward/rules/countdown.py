@@ -95,7 +95,7 @@ def _operand(left: list[int | str], depth: int) -> Fraction:
     if token == "-":
         return -_operand(left, depth + 1)
     if token != "(":
-        raise AnswerError(f"a number or a bracket is expected where {token!r} stands")
+        raise AnswerError(f"a number or a bracket is expected, not {token!r}")
     value = _expression(left, depth + 1, 0)
     if not left or left.pop() != ")":
         raise AnswerError("a bracket is not closed")

@@ -1,4 +1,4 @@
-"""Anthropic's client, as it is, against the endpoint, with a toy language and a scripted policy."""
+"""Anthropic's client, as it is, against the endpoint, with a toy chat format and a scripted policy."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint.server import Line
+from pipeline.agent.endpoint.server import Route
 from tests.agent.endpoint.test_server import talk
 from tests.agent.test_episode import Policy, text
 from tests.agent.test_program import user
@@ -22,7 +22,7 @@ def client_of(client: Any) -> anthropic.AsyncAnthropic:
 
 
 def test_two_turns_are_one_context_of_exact_tokens() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async with client_of(client) as asks:
             messages: list[Any] = [user("go")]
             first = await asks.messages.create(
@@ -41,7 +41,7 @@ def test_two_turns_are_one_context_of_exact_tokens() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered(stream: bool) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async with client_of(client) as asks:
             messages: list[Any] = [user("go")]
             settings: Any = {"model": "m", "max_tokens": 50, "tools": [TOOL], "messages": messages}
@@ -84,7 +84,7 @@ def test_thinking_comes_first_and_may_be_sent_back() -> None:
 
 
 def test_the_models_are_listed() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async with client_of(client) as asks:
             assert [model.id async for model in asks.models.list()] == ["policy"]
             assert (await asks.models.retrieve("claude-x")).display_name == "claude-x"
@@ -112,7 +112,7 @@ REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "a
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], words: str) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async with client_of(client) as asks:
             with pytest.raises(anthropic.BadRequestError) as refused:
                 await asks.messages.create(**{"model": "m", "max_tokens": 9, "messages": [user("go")], **asked})
@@ -123,7 +123,7 @@ def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], words: 
 
 
 def test_a_path_that_has_ended() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async with anthropic.AsyncAnthropic(base_url=str(client.base_url)[:-4] + "x", api_key="k") as asks:
             with pytest.raises(anthropic.APIStatusError) as gone:
                 await asks.messages.create(model="m", max_tokens=9, messages=[user("go")])

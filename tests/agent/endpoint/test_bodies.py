@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint.server import Line
+from pipeline.agent.endpoint.server import Route
 from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES
 from tests.agent.endpoint.test_server import talk
 from tests.agent.test_episode import Policy, text
@@ -74,7 +74,7 @@ HOSTILE: dict[str, tuple[bytes, dict[str, str], int, str]] = {
 
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages"])
 def test_hostile_bodies(path: str) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         url = str(client.base_url).removesuffix("v1/") + path
         # The module of this protocol is imported at its first request.
         await client._client.post(url, content=b"{}")
@@ -107,7 +107,7 @@ def test_hostile_bodies(path: str) -> None:
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
 def test_packed_bodies_are_read(pack: Any) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         headers = GZIP if pack is gzip.compress else DEFLATE
         answer = await client._client.post(f"{client.base_url}chat/completions", content=pack(GO), headers=headers)
         assert answer.json()["choices"][0]["message"]["content"] == "12"
@@ -131,7 +131,7 @@ RAW: dict[str, bytes] = {
 def test_requests_that_are_none(kind: str) -> None:
     """They are refused or dropped, and the next client is answered."""
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         port, path = client.base_url.port, client.base_url.path
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"POST {path}chat/completions HTTP/1.1\r\nHost: x\r\n".encode() + RAW[kind])
@@ -150,7 +150,7 @@ def test_requests_that_are_none(kind: str) -> None:
 
 
 def test_more_requests_than_may_be_open_wait() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         async def ask(number: int) -> str:
             url = f"{client.base_url}chat/completions"
             answer = await client._client.post(url, content=asked(seed=number), timeout=30)

@@ -1,4 +1,4 @@
-"""OpenAI's client, as it is, against the endpoint, with a toy language and a scripted policy; commands that use it."""
+"""OpenAI's client, as it is, against the endpoint, with a toy format and a scripted policy; commands that use it."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.agent import Message, episode
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.endpoint.server import Endpoint, Line
+from pipeline.agent.endpoint.server import Endpoint, Route
 from pipeline.agent.episode import Episode
 from pipeline.agent.processes import Processes
-from pipeline.agent.program import ClientProgram
-from pipeline.agent.tokens.language import Language
+from pipeline.agent.program import ClientPlayer
+from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.config.agent import AgentConfig
 from pipeline.rollout.agents import Agent
 from pipeline.rows import ANSWER
@@ -24,12 +24,12 @@ from tests.agent.test_episode import ROW, Policy, ToyBridge, ToyReader, text
 from tests.agent.test_program import TOOL, Slow, user
 
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
-Use = Callable[[openai.AsyncOpenAI, Conversation, Line], Awaitable[Any]]
+Use = Callable[[openai.AsyncOpenAI, Conversation, Route], Awaitable[Any]]
 
 
-def language(config: AgentConfig, longest: int) -> Language:
+def chat_format(config: AgentConfig, longest: int) -> ChatFormat:
     toys: Any = ToyBridge(), ToyReader()
-    return Language(config, toys[0], toys[1], [], 200, longest, lambda tools: toys)
+    return ChatFormat(config, toys[0], toys[1], [], 200, longest, lambda tools: toys)
 
 
 def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
@@ -37,15 +37,15 @@ def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
 
     async def main() -> Any:
         section = AgentConfig(command=["x"], **config)
-        conversation, endpoint = Conversation(language(section, longest), policy, longest), Endpoint()
+        conversation, endpoint = Conversation(chat_format(section, longest), policy, longest), Endpoint()
         await endpoint.start()
-        line = Line(conversation.chat, SAMPLING, 100)
+        line = Route(conversation.chat, SAMPLING, 100)
         variables = endpoint.open(line)
         base, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
         try:
             async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=1) as client:
                 result = await use(client, conversation, line)
-                if key in endpoint._lines:
+                if key in endpoint._routes:
                     await endpoint.end(variables)
                 with pytest.raises(openai.APIStatusError) as ended:
                     await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
@@ -58,7 +58,7 @@ def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
 
 
 def test_the_client_plays_two_turns() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         messages: list[Any] = [user("go")]
         first = await client.chat.completions.create(model="m", messages=messages, temperature=0.7, seed=3, user="me")
         assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("12", "stop")
@@ -74,7 +74,7 @@ def test_the_client_plays_two_turns() -> None:
 
 
 def test_the_plain_client_in_a_thread_streams() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> Any:
+    async def use(client: Any, conversation: Conversation, line: Route) -> Any:
         def stream() -> tuple[str, int, Any]:
             plain: Any = openai.OpenAI(base_url=str(client.base_url), api_key="any")
             events = plain.chat.completions.create(
@@ -90,7 +90,7 @@ def test_the_plain_client_in_a_thread_streams() -> None:
 
 
 def test_tools_are_called_and_answered() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         messages: list[Any] = [user("go")]
         for number in range(2):
             said = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
@@ -129,7 +129,7 @@ def test_tools_are_called_and_answered() -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], named: str) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**{"model": "m", "messages": [user("go")], **asked})
         assert refused.value.param == named
@@ -139,7 +139,7 @@ def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], named: 
 
 
 def test_bodies_that_are_none_and_other_paths() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> list[int]:
+    async def use(client: Any, conversation: Conversation, line: Route) -> list[int]:
         base = str(client.base_url)
         web, codes = client._client, []
         for body in (b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"x" * (17 << 20)):
@@ -154,7 +154,7 @@ def test_bodies_that_are_none_and_other_paths() -> None:
 def test_clients_that_send_no_http_or_leave_write_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     requests = (b"Content-Length: -5\r\n\r\n", b"x: " + b"a" * 10_000 + b"\r\n\r\n", b"Content-Length: 9\r\n\r\n{")
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         address = client.base_url
         for rest in requests:
             reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -172,7 +172,7 @@ def test_clients_that_send_no_http_or_leave_write_no_traceback(caplog: pytest.Lo
 def test_a_client_that_asks_again_gets_the_first_answer() -> None:
     policy = Slow("12", "40", "99")
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         policy.seconds = 0.9
         said = await client.with_options(timeout=0.4, max_retries=2).chat.completions.create(
             model="m", messages=[user("go")]
@@ -212,7 +212,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_client_that_hung_up_gets_the_answer_that_it_did_not_hear(late: bool) -> None:
     policy = Held("12", "40", "99")
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         url, body = f"{client.base_url}chat/completions", {"messages": [user("go")]}
         for turn in range(2):
             policy.let.clear()
@@ -238,7 +238,7 @@ def test_a_client_that_hung_up_gets_the_answer_that_it_did_not_hear(late: bool) 
 def test_a_request_of_two_clients_at_once_is_answered_once() -> None:
     policy = Held("12", "40", "99")
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         def ask(**more: Any) -> Any:
             return asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("go")], **more))
 
@@ -258,7 +258,7 @@ def test_a_request_of_two_clients_at_once_is_answered_once() -> None:
 
 @pytest.mark.parametrize(("longest", "most", "code"), [(6, 8, "context_length_exceeded"), (99, 1, "max_turns_reached")])
 def test_an_episode_that_is_over(longest: int, most: int, code: str) -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         said = await client.chat.completions.create(model="m", messages=[user("go")])
         messages = [user("go"), said.choices[0].message, user("up")]
         for _ in range(2):
@@ -271,7 +271,7 @@ def test_an_episode_that_is_over(longest: int, most: int, code: str) -> None:
 
 
 def test_half_a_character_is_a_question_mark() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         body = b'{"messages": [{"role": "user", "content": "a\\ud800"}]}'
         answer = await client._client.post(f"{client.base_url}chat/completions", content=body)
         assert answer.status_code == 200
@@ -281,7 +281,7 @@ def test_half_a_character_is_a_question_mark() -> None:
 
 
 def test_a_failure_is_told_to_the_run() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model="m", messages=[user("x" * 300)])
         assert "data.max_prompt_length=200" in str(line.failed.result().error)
@@ -296,7 +296,7 @@ def test_a_chat_that_waits_ends_with_the_episode() -> None:
         asked.set()
         await asyncio.sleep(1000)
 
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("go")]))
         await asked.wait()
         await line.close()
@@ -341,11 +341,11 @@ def command(
 
         async def opened() -> Any:
             session = await processes.open(row, 7, 20)
-            return ClientProgram(session, endpoint, SAMPLING, 100)
+            return ClientPlayer(session, endpoint, SAMPLING, 100)
 
         try:
-            played = await episode.run(row, opened(), language(section, longest), policy, longest)
-            assert endpoint._lines == {}
+            played = await episode.run(row, opened(), chat_format(section, longest), policy, longest)
+            assert endpoint._routes == {}
             async with asyncio.timeout(5):
                 while any(mark.encode() in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
                     await asyncio.sleep(0.02)
@@ -458,7 +458,7 @@ def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str,
     """The number is 1. Of 32 numbers that the first guess can exclude, 40 excludes 24, and of 20 then, 3 excludes 3."""
     folder = Path(__file__).parents[3] / "examples" / "agents"
     game = runpy.run_path(str(folder / "higher_lower.py"))["HigherLower"](guesses=3, worth=0.5)
-    game.open(ROW, 7)
+    game.reset(ROW, 7)
     played = command("", Policy(*guesses), env_vars={"GUESSES": "3", "WORTH": "0.5"}, **WAYS[1])
     rewards = [reward for kind, _, reward in played.contexts[0].spans if kind == ANSWER]
     assert rewards == [game.step(Message(guess)).reward for guess in guesses]
@@ -467,7 +467,7 @@ def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str,
 
 
 def test_the_models_are_one_that_answers_to_any_name() -> None:
-    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+    async def use(client: Any, conversation: Conversation, line: Route) -> None:
         (listed,) = [model async for model in client.models.list()]
         assert (listed.id, listed.object) == ("policy", "model")
         assert (await client.models.retrieve("org/some-model")).id == "org/some-model"

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.inside.replies import Returned
+from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.processes import Processes
 from pipeline.agent.session import Session
 from pipeline.agent.tokens.context import Answer
@@ -40,8 +40,8 @@ class Policy:
         return Answer(Message(text.rstrip("!")), None, False)
 
 
-def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[Returned, Session]:
-    async def main(processes: Processes) -> tuple[Returned, Session]:
+def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[ProgramResult, Session]:
+    async def main(processes: Processes) -> tuple[ProgramResult, Session]:
         row = {"prompt": PROMPT, "data_source": "x", "ground_truth": name, "extra_info": None}
         session = await processes.open(row, 7, 10)
         async with asyncio.timeout(timeout_s):
@@ -55,7 +55,7 @@ def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[Return
 def test_a_program_asks_and_returns() -> None:
     policy = Policy()
     returned, _ = play("count", policy)
-    assert returned == Returned(reward=5.0, parts={"calls": 0, "seed": None})
+    assert returned == ProgramResult(reward=5.0, parts={"calls": 0, "seed": None})
     assert [len(messages) for messages in policy.asked] == [1, 3, 5]
     assert policy.asked[2] == [
         *PROMPT,
@@ -67,7 +67,7 @@ def test_a_program_asks_and_returns() -> None:
 
 
 def test_a_program_returns_rewards_of_its_answers() -> None:
-    assert play("rewards")[0] == Returned(rewards=[1.0, 0.5], parts={"acc": 1})
+    assert play("rewards")[0] == ProgramResult(rewards=[1.0, 0.5], parts={"acc": 1})
 
 
 def test_thousands_of_chats_at_once_are_answered_some_at_a_time() -> None:

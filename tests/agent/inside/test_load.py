@@ -118,7 +118,7 @@ def test_a_tool_of_an_environment_is_a_method(tmp_path: Path, kind: str, marks: 
 def test_a_file_that_forks_as_it_is_imported_and_goes_on(tmp_path: Path) -> None:
     """The child would start processes of episodes that its parent does not know."""
     text = f"import os, time\nparent = os.fork()\ntime.sleep(0.2 * bool(parent))\n{TOOL.format('', '', '', '')}"
-    game = "class Game(Environment):\n    def open(self, row, seed):\n        return str(parent != 0)\n"
+    game = "class Game(Environment):\n    def reset(self, row, seed):\n        return str(parent != 0)\n"
     (tmp_path / "game.py").write_text(text + game)
 
     async def play(processes: Processes) -> list[Any]:
@@ -177,7 +177,7 @@ import importlib.util, os, sys
 from pipeline.agent import Environment, Observation, tool
 import helper
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return sys.prefix
     def step(self, message):
         if message.text:
@@ -244,6 +244,29 @@ def test_an_interpreter_without_the_package_of_a_client(bare: str, settings: dic
         raise ValueError(refusal(AgentConfig(python=bare, **settings)))
 
 
+def test_the_former_name_of_reset_works_with_a_note_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    game = tmp_path / "game.py"
+    game.write_text(
+        "from pipeline.agent import Environment\n\n\nclass Base(Environment):\n    async def open(self, row, seed):\n"
+        "        return f'begin {seed}'\n\n\nclass Game(Base):\n    pass\n"
+        "\n\nclass New(Base):\n    def reset(self, row, seed):\n        return 'new'\n"
+    )
+
+    async def play(processes: Processes) -> None:
+        for seed in (1, 2):
+            assert (await processes.open(ROW, seed, 10)).opened == f"begin {seed}"
+
+    async def new(processes: Processes) -> None:
+        assert (await processes.open(ROW, 1, 10)).opened == "new"
+
+    run(AgentConfig(environment=f"{game}:Game"), play)
+    [note] = [record.getMessage() for record in caplog.records]
+    assert note == f"agent.environment is {game}:Game, whose method `open` is named `reset` now; rename it"
+    caplog.clear()
+    run(AgentConfig(environment=f"{game}:New"), new)
+    assert not caplog.records
+
+
 CROWDED = """
 import errno, os
 from pipeline.agent import Environment
@@ -255,7 +278,7 @@ def crowded():
     return fork()
 os.fork = crowded
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return "begin"
 """
 
@@ -266,7 +289,7 @@ def test_a_machine_without_room_is_asked_again_until_the_deadline(tmp_path: Path
 
     async def fail(processes: Processes) -> None:
         await processes.start()
-        words = r"ProcessError: no process could be started \(Resource temporarily unavailable\), in open"
+        words = r"ProcessError: no process could be started \(Resource temporarily unavailable\), in reset"
         with pytest.raises(EpisodeFailed, match=words):
             await processes.open(ROW, 1, 0.5)
 

@@ -165,7 +165,7 @@ def test_how_answers_become_actions_and_observations_text(
 
     environment = OpenEnv(f"http://127.0.0.1:{game.port}/ws", 10, **{"action_field": "guess", **kwargs})
     if "observation_field" not in kwargs:
-        environment.open(ROW, 1)
+        environment.reset(ROW, 1)
     else:
         environment._connect()
         environment._ask("reset", {})

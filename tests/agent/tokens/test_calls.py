@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.agent import Call
 from pipeline.agent.inside.schema import mistake
 from pipeline.agent.tokens.bridge import Bridge
-from pipeline.agent.tokens.calls import Reader, why
+from pipeline.agent.tokens.calls import AnswerParser, why
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.hostile_values import call as hostile
@@ -26,16 +26,16 @@ def bridge(name: str, tools: list[dict] = TOOLS, **template_kwargs: Any) -> Brid
     return Bridge.prove(tokenizer(name), template_kwargs, roles, tools)
 
 
-def reader(name: str, parser: str = "auto", reasoning: str = "none", tools: list[dict] = TOOLS) -> Reader:
-    return Reader.prove(tokenizer(name), tools, parser, reasoning, bridge(name, tools))
+def reader(name: str, parser: str = "auto", reasoning: str = "none", tools: list[dict] = TOOLS) -> AnswerParser:
+    return AnswerParser.prove(tokenizer(name), tools, parser, reasoning, bridge(name, tools))
 
 
 @pytest.fixture(scope="module")
-def hermes() -> Reader:
+def hermes() -> AnswerParser:
     return reader("chatml")
 
 
-def ids_of(made: Reader, text: str) -> list[int]:
+def ids_of(made: AnswerParser, text: str) -> list[int]:
     return made.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -43,14 +43,14 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_auto_takes_the_parser_of_the_template(hermes: Reader) -> None:
+def test_auto_takes_the_parser_of_the_template(hermes: AnswerParser) -> None:
     assert hermes.summary() == "tool parser hermes, proven on 2 tools; reasoning parser none"
     assert reader("thinking").parser == "hermes"
     assert reader("unclosed").parser == "glm47"
     assert reader("instruct").parser == "mistral"
 
 
-def test_a_call_is_read_and_what_stands_around_it_is_kept(hermes: Reader) -> None:
+def test_a_call_is_read_and_what_stands_around_it_is_kept(hermes: AnswerParser) -> None:
     text = "Let me see.\n" + call("calc", '{"expression": "1 + é", "digits": 3}')
     for end in ("", "<|im_end|>"):
         message, problem = hermes.read(ids_of(hermes, text + end), truncated=False)
@@ -62,7 +62,7 @@ def test_a_call_is_read_and_what_stands_around_it_is_kept(hermes: Reader) -> Non
     assert message.calls[0].id != message.calls[1].id
 
 
-def test_an_answer_without_a_call_is_its_text(hermes: Reader) -> None:
+def test_an_answer_without_a_call_is_its_text(hermes: AnswerParser) -> None:
     for text in ("Four.", "", '{"name": "calc"}', "a < b, [1, 2]"):
         message, problem = hermes.read(ids_of(hermes, text + "<|im_end|>"), truncated=False)
         assert (message.text, message.calls, problem) == (text, [], None)
@@ -100,7 +100,7 @@ def test_without_tools_nothing_of_vllm_is_needed() -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_is_said_in_words(
-    hermes: Reader, caplog: pytest.LogCaptureFixture, text: str, reason: str
+    hermes: AnswerParser, caplog: pytest.LogCaptureFixture, text: str, reason: str
 ) -> None:
     vllm = logging.getLogger("vllm")
     vllm.addHandler(caplog.handler)
@@ -115,12 +115,12 @@ def test_a_call_that_cannot_be_read_is_said_in_words(
     assert not caplog.records
 
 
-def test_an_answer_cut_within_a_call_says_so(hermes: Reader) -> None:
+def test_an_answer_cut_within_a_call_says_so(hermes: AnswerParser) -> None:
     _, problem = hermes.read(ids_of(hermes, '<tool_call>\n{"name": "calc", "argu'), truncated=True)
     assert problem == "the answer was cut at its length limit within a tool call"
 
 
-def test_the_mark_of_a_call_within_arguments_is_no_call(hermes: Reader) -> None:
+def test_the_mark_of_a_call_within_arguments_is_no_call(hermes: AnswerParser) -> None:
     text = call("calc", '{"expression": "<tool_call> 1"}')
     message, problem = hermes.read(ids_of(hermes, text), truncated=False)
     assert problem is None and message.calls[0].arguments == {"expression": "<tool_call> 1"}
@@ -135,7 +135,7 @@ def test_a_call_that_a_parser_drops_is_malformed() -> None:
     assert message.calls == [] and problem == "the answer holds <tool_call> 2 times, but 1 calls can be read"
 
 
-def test_a_megabyte_is_read_in_bounded_time(hermes: Reader) -> None:
+def test_a_megabyte_is_read_in_bounded_time(hermes: AnswerParser) -> None:
     ids = ids_of(hermes, " higher") * 150_000
     with bounded(120):
         message, problem = hermes.read(ids, truncated=True)
@@ -179,7 +179,7 @@ def test_hostile_values_in_calls_are_at_worst_mistakes(name: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(text=GARBAGE, truncated=st.booleans())
-def test_no_answer_raises(hermes: Reader, text: str, truncated: bool) -> None:
+def test_no_answer_raises(hermes: AnswerParser, text: str, truncated: bool) -> None:
     valid = text.encode("utf-8", "replace").decode()
     message, problem = hermes.read(ids_of(hermes, valid), truncated)
     assert message.truncated == truncated
@@ -198,7 +198,7 @@ def test_a_parser_that_does_not_fit_is_refused_with_those_that_do() -> None:
 
 def test_a_template_without_calls_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves out the tool calls.* model.tokenizer_path"):
-        Reader.prove(tokenizer("alternating"), TOOLS, "auto", "none", bridge("alternating"))
+        AnswerParser.prove(tokenizer("alternating"), TOOLS, "auto", "none", bridge("alternating"))
 
 
 def test_reasoning_is_taken_out_of_the_text() -> None:

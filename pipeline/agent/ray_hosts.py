@@ -1,10 +1,10 @@
 """Hosts: Ray actors that hold the processes of episodes on other nodes than the engines' (`agent.hosts`).
 
-    engine: Hosted ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode        (`processes.py`)
+    engine: RemoteProcesses ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode
 
 All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray restarts a host that
-has died, and its episodes begin again on the available hosts (`hosted.py`). The episodes of an engine that died end as
-soon as Ray reports its death.
+has died, and its episodes begin again on the available hosts (`ray_client.py`). The episodes of an engine that died end
+as soon as Ray reports its death.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pipeline.agent.inside.chat_client import MAX_CHATS
 from pipeline.agent.inside.interface import Content, EpisodeOver
 from pipeline.agent.processes import Processes
 from pipeline.agent.session import Session
-from pipeline.agent.zygote import Loaded
+from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
 from pipeline.config.trainer import TrainerConfig
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 MAX_CALLS = 100_000  # calls that a host works on at once; each open episode has one or two
-Key = tuple[str, int]
+EpisodeKey = tuple[str, int]
 """Key of an episode: the id that its engine has given itself, and a number."""
-Outcome = tuple[Any, Exception | None]
+CallResult = tuple[Any, Exception | None]
 """The result of a call, or its error. If a call raised the error itself, Ray would wrap it in an error of its own."""
 
 
@@ -76,14 +76,14 @@ BESIDE_ENGINES = Hosts()
 """The hosts of a run without `agent.hosts`: none. Each engine holds the processes of its episodes."""
 
 
-class Held:
+class HostedEpisode:
     """An episode on a host."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.send: Send | None = None
         self._request: asyncio.Task[Any] | None = None
-        self._program: asyncio.Queue[Outcome] = asyncio.Queue()  # the program's questions, and at last its result
+        self._program: asyncio.Queue[CallResult] = asyncio.Queue()  # the program's questions, and at last its result
         self._room = asyncio.Semaphore(MAX_CHATS)  # for questions that the engine has not fetched
 
     def begin(self, request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -100,7 +100,7 @@ class Held:
     def run(self, row: dict[str, Any]) -> None:
         """Start the program."""
 
-        def asked(send: Send) -> AbstractAsyncContextManager[Held]:
+        def asked(send: Send) -> AbstractAsyncContextManager[HostedEpisode]:
             self.send = send
             return nullcontext(self)
 
@@ -111,11 +111,11 @@ class Held:
         self.begin(run(self.session))
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """Keep a question of the program until the engine fetches it; see `Asked`."""
+        """Keep a question of the program until the engine fetches it; see `FrameReceiver`."""
         await self._room.acquire()
         self._program.put_nowait((frame, None))
 
-    async def next(self) -> Outcome:
+    async def next(self) -> CallResult:
         """Return the next question of the program, a frame, or the program's result."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
@@ -123,7 +123,7 @@ class Held:
         return asked
 
 
-async def outcome(request: Awaitable[Any]) -> Outcome:
+async def outcome(request: Awaitable[Any]) -> CallResult:
     """Wait for a request; returns its result, or the error of the episode that it raised."""
     try:
         return await request, None
@@ -134,7 +134,7 @@ async def outcome(request: Awaitable[Any]) -> Outcome:
 
 
 class Host:
-    """The Ray actor. Methods on an episode return an `Outcome`, with `EpisodeLost` if the host does not know it."""
+    """The Ray actor. Methods on an episode return a `CallResult`, with `EpisodeLost` if the host does not know it."""
 
     def __init__(self) -> None:
         # Each episode takes a descriptor, and a host may have the episodes of many engines.
@@ -142,9 +142,9 @@ class Host:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         self._processes: dict[str | None, Processes] = {}
-        self._held: dict[Key, Held] = {}
+        self._held: dict[EpisodeKey, HostedEpisode] = {}
 
-    async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, Loaded | str]:
+    async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, LoadedCode | str]:
         """Load the files of an agent; returns the host's name, and the loaded user code or the error."""
         processes = self._processes.setdefault(agent, Processes(config))
         try:
@@ -170,12 +170,14 @@ class Host:
         except RayError:
             await asyncio.gather(*(self.close(key) for key in list(self._held) if key[0] == engine))
 
-    async def open(self, key: Key, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> Outcome:
-        """Begin an episode; the outcome is the content that the environment's `open` returned (`Processes.open`)."""
+    async def open(
+        self, key: EpisodeKey, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float
+    ) -> CallResult:
+        """Begin an episode; the outcome is the content that the environment's `reset` returned (`Processes.open`)."""
         processes = self._processes.get(agent)
         if processes is None:
             return None, self._unknown()
-        held = self._held[key] = Held()
+        held = self._held[key] = HostedEpisode()
 
         async def opened() -> Content:
             held.session = await processes.open(row, seed, timeout_s)
@@ -183,15 +185,15 @@ class Host:
 
         return await outcome(held.begin(opened()))
 
-    async def step(self, key: Key, *arguments: Any) -> Outcome:
+    async def step(self, key: EpisodeKey, *arguments: Any) -> CallResult:
         """See `Session.step`."""
         return await self._ask(key, lambda session: session.step(*arguments))
 
-    async def call(self, key: Key, *arguments: Any) -> Outcome:
+    async def call(self, key: EpisodeKey, *arguments: Any) -> CallResult:
         """See `Session.call`."""
         return await self._ask(key, lambda session: session.call(*arguments))
 
-    async def _ask(self, key: Key, do: Callable[[Session], Coroutine[Any, Any, Any]]) -> Outcome:
+    async def _ask(self, key: EpisodeKey, do: Callable[[Session], Coroutine[Any, Any, Any]]) -> CallResult:
         held = self._held.get(key)
         if held is None or held.session is None:
             return None, self._unknown()
@@ -200,18 +202,18 @@ class Host:
     def _unknown(self) -> EpisodeLost:
         return EpisodeLost(f"ProcessError: the environment host {self.name} was started again")
 
-    async def run(self, key: Key, row: dict[str, Any]) -> Outcome:
+    async def run(self, key: EpisodeKey, row: dict[str, Any]) -> CallResult:
         """Start the program of the episode; returns the first result of `next`."""
         if key in self._held:
             self._held[key].run(row)
         return await self.next(key)
 
-    async def next(self, key: Key) -> Outcome:
-        """See `Held.next`."""
+    async def next(self, key: EpisodeKey) -> CallResult:
+        """See `HostedEpisode.next`."""
         held = self._held.get(key)
         return (None, self._unknown()) if held is None else await held.next()
 
-    async def answer(self, key: Key, frame: dict[str, Any]) -> Outcome:
+    async def answer(self, key: EpisodeKey, frame: dict[str, Any]) -> CallResult:
         """Send the program the answer to its question."""
         held = self._held.get(key)
         if held is not None and held.send is not None:
@@ -220,7 +222,7 @@ class Host:
                 await held.send(frame)
         return None, None
 
-    async def place(self, key: Key) -> Outcome:
+    async def place(self, key: EpisodeKey) -> CallResult:
         """Return the place of the process; see `Session.place`."""
         held = self._held.get(key)
         if held is None or held.session is None:
@@ -228,7 +230,7 @@ class Host:
         await held.stop()
         return await held.session.place(), None
 
-    async def close(self, key: Key, well: bool = False) -> Outcome:
+    async def close(self, key: EpisodeKey, well: bool = False) -> CallResult:
         """End the episode, and wait for its end; see `Session.close`."""
         held = self._held.pop(key, None)
         if held is not None:

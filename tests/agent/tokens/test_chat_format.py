@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.tokens.language import MAX_TOOL_LISTS, Language
+from pipeline.agent.tokens.chat_format import MAX_TOOL_LISTS, ChatFormat
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_episode import Policy, ToyBridge, ToyReader, text
 from tests.agent.test_program import TOOL, user
@@ -16,8 +16,8 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def language(**config: Any) -> tuple[Language, list[Any]]:
-    """A language, and the tools that were proven."""
+def chat_format(**config: Any) -> tuple[ChatFormat, list[Any]]:
+    """A chat_format, and the tools that were proven."""
     proven: list[Any] = []
 
     def prove(tools: list[dict[str, Any]]) -> Any:
@@ -27,11 +27,11 @@ def language(**config: Any) -> tuple[Language, list[Any]]:
         return ToyBridge(), ToyReader()
 
     toys: Any = ToyBridge(), ToyReader()
-    return Language(AgentConfig(program="toy:run", **config), *toys, [], 100, 1000, prove), proven
+    return ChatFormat(AgentConfig(program="toy:run", **config), *toys, [], 100, 1000, prove), proven
 
 
 def test_more_lists_than_are_kept_are_proven_again() -> None:
-    made, proven = language()
+    made, proven = chat_format()
 
     async def show() -> None:
         first = await made.with_tools([TOOL])
@@ -52,7 +52,7 @@ def test_more_lists_than_are_kept_are_proven_again() -> None:
 
 
 def test_a_conversation_goes_on_when_its_tools_were_proven_again() -> None:
-    made, proven = language()
+    made, proven = chat_format()
 
     async def play() -> Conversation:
         conversation = Conversation(made, Policy("12", "40"), 1000)
@@ -68,7 +68,7 @@ def test_a_conversation_goes_on_when_its_tools_were_proven_again() -> None:
 
 
 def test_tools_longer_than_a_prompt_are_not_proven() -> None:
-    made, proven = language()
+    made, proven = chat_format()
     long = {"type": "function", "function": {"name": "f", "description": "x" * 100_000}}
     with pytest.raises(ValueError, match=r"have 100,\d+ characters, more than a prompt of data.max_prompt_length=100"):
         asyncio.run(made.with_tools([long]))

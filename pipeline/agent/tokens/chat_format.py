@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.agent.tokens.bridge import Bridge
-from pipeline.agent.tokens.calls import Reader
+from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 
@@ -22,7 +22,7 @@ NO_TOOLS = "[]"
 
 
 @dataclass(frozen=True)
-class Language:
+class ChatFormat:
     """The bridge and the reader of all conversations of an engine's episodes with the same tools.
 
     Args:
@@ -37,20 +37,20 @@ class Language:
 
     config: AgentConfig
     bridge: Bridge
-    reader: Reader
+    reader: AnswerParser
     tools: list[dict[str, Any]]
     max_prompt_length: int
     max_response_length: int
-    prove: Callable[[list[dict[str, Any]]], tuple[Bridge, Reader]] | None = None
-    _others: dict[str, "asyncio.Task[Language]"] = field(default_factory=dict, repr=False)
+    prove: Callable[[list[dict[str, Any]]], tuple[Bridge, AnswerParser]] | None = None
+    _others: dict[str, "asyncio.Task[ChatFormat]"] = field(default_factory=dict, repr=False)
 
     @cached_property
     def key(self) -> str:
         """The tools as text; their order and the order of their keys count, because the policy reads them so."""
         return json.dumps(self.tools) if self.tools else NO_TOOLS
 
-    async def with_tools(self, tools: list[dict[str, Any]]) -> "Language":
-        """Return the language of conversations with these tools.
+    async def with_tools(self, tools: list[dict[str, Any]]) -> "ChatFormat":
+        """Return the chat format of conversations with these tools.
 
         Raises:
             ValueError: the tools are longer than a prompt, the chat template cannot write them, or no parser reads
@@ -72,13 +72,13 @@ class Language:
             del self._others[next(iter(self._others))]
         return await asyncio.shield(proving)
 
-    async def _with(self, tools: list[dict[str, Any]]) -> "Language":
+    async def _with(self, tools: list[dict[str, Any]]) -> "ChatFormat":
         assert self.prove is not None, "only programs show tools"
         try:
             bridge, reader = await asyncio.to_thread(self.prove, tools)
         # A program may show anything, and templates and parsers are foreign code.
         except Exception as error:
             raise ValueError(f"the policy cannot be shown the tools of the program: {short_reason(error)}") from error
-        return Language(
+        return ChatFormat(
             self.config, bridge, reader, tools, self.max_prompt_length, self.max_response_length, self.prove
         )

@@ -1,15 +1,11 @@
-"""Write `docs/configuration.md` from the dataclasses: `python -m jobs.docs_configuration [--check]`.
+"""Write `docs/configuration.md` from the dataclasses: `python -m tests.docs_configuration [--check]`.
 
 The docstring under each field is the only description of a key, so the page and the code cannot disagree.
 """
 
 import argparse
-import ast
 import inspect
 import sys
-import textwrap
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from jobs.entry import command
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
+from pipeline.config.described import default, descriptions
 from pipeline.config.schema import Key, keys
 from pipeline.prompts.sampler import SAMPLERS
 from pipeline.registry import Entry
@@ -48,58 +45,6 @@ BUILT_IN: dict[str, Mapping[str, Any]] = {
     "data.sampler": SAMPLERS,
 }
 """Keys that take a name or an import path, with the choices by their names."""
-
-
-def descriptions(schema: type) -> dict[str, str]:
-    """Collect the docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
-
-    Raises:
-        ValueError: a field has none.
-    """
-    texts: dict[str, str] = {}
-    for part in reversed(schema.__mro__[:-1]):
-        texts |= _own_descriptions(part)
-    missing = [name for name, text in texts.items() if not text]
-    if missing:
-        raise ValueError(f"{schema.__name__}: no docstring under {', '.join(missing)}")
-    return texts
-
-
-def _own_descriptions(schema: type) -> dict[str, str]:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
-    texts: dict[str, str] = {}
-    name = None
-    for node in typing.cast(ast.ClassDef, body).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            if not ast.unparse(node.annotation).endswith("Config"):
-                texts[name] = ""
-        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            texts[name] = " ".join(str(node.value.value).split())
-            name = None
-    return texts
-
-
-def default(key: Key) -> str:
-    """Format the default as in YAML, which shows the key's type; after null comes the type of other values."""
-    value = key.default
-    if value is None:
-        others = [kind for kind in typing.get_args(key.type) if kind is not types.NoneType]
-        return f"`null` ({', '.join(type_name(kind) for kind in others)})" if others else "`null`"
-    if isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, tuple | list):
-        text = f"[{', '.join(str(entry) for entry in value)}]"
-    elif isinstance(value, float) and 0 < value < 1e-3:
-        text = f"{value:g}"
-    else:
-        text = str(float(value) if key.type is float else value)
-    return f"`{text}`"
-
-
-def type_name(kind: Any) -> str:
-    """Format a type as in Python: `list[str]`."""
-    return str(kind).replace("typing.", "") if isinstance(kind, types.GenericAlias) else kind.__name__
 
 
 def page() -> str:
@@ -145,7 +90,7 @@ def _row(same: tuple[Key, ...]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or with `--check` test whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.docs_configuration", description="Write the list of settings."
+        prog="python -m tests.docs_configuration", description="Write the list of settings."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     if parser.parse_args(argv).check:

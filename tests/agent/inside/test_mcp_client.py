@@ -25,7 +25,7 @@ from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run
 
-SERVER = str(Path(__file__).parent / "mcp_tools.py")
+SERVER = str(Path(__file__).parents[1] / "mcp_tools.py")
 COMMAND = f"mcp: python {SERVER} stdio"
 NAME = rf"the MCP server 'python {SERVER} stdio'"
 
@@ -264,7 +264,7 @@ def test_a_server_that_hangs_as_an_episode_begins_is_named(tmp_path: Path) -> No
     async def play(processes: Processes) -> None:
         assert [tool["function"]["name"] for tool in (await processes.start()).tools] == ["look"]
         with pytest.raises(
-            EpisodeFailed, match=r"^TimeoutError: no answer from open after 1 s \(the MCP server 'sh -c"
+            EpisodeFailed, match=r"^TimeoutError: no answer from reset after 1 s \(the MCP server 'sh -c"
         ):
             await processes.open(ROW, 1, 1)
         await asyncio.to_thread(wait_until_gone, str(tmp_path), 2)

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.agent import EpisodeOver, Message, Observation, hosted
+from pipeline.agent import EpisodeOver, Message, Observation, ray_client
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.hosted import Hosted
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.processes import Processes
+from pipeline.agent.ray_client import RemoteProcesses
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.tokens.context import Answer
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -48,7 +48,7 @@ import os, time
 from pipeline.agent import Environment, Observation
 
 class Moody(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.seed, self.turn = seed, 0
         if row["extra_info"] == "hang":
             time.sleep(1000)
@@ -71,7 +71,7 @@ class Still(Moody):
     close = Environment.close
 
 class Sums(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.sum = seed % 100
         return f"begin with {self.sum}"
 
@@ -112,7 +112,7 @@ def played(config: AgentConfig, hosts: Hosts, use: Use) -> Any:
     """What `use` returns, which is given the processes of an agent, on hosts or here."""
 
     async def main() -> Any:
-        processes = Hosted(str(config), config, hosts) if hosts.actors else Processes(config)
+        processes = RemoteProcesses(str(config), config, hosts) if hosts.actors else Processes(config)
         try:
             return await use(processes)
         finally:
@@ -311,7 +311,7 @@ def test_a_host_that_does_not_answer_is_named(
         session = await processes.open(ROW, 7, 30)
         silent = session._link
         pid = int(silent.name.rpartition(":")[2])
-        monkeypatch.setattr(hosted, "MARGIN_S", 0.3)
+        monkeypatch.setattr(ray_client, "MARGIN_S", 0.3)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(EpisodeLost, match=f"host {silent.name} gave no answer to `step` in 0.5 s"):
@@ -336,9 +336,9 @@ class Played(Episodes):
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             self.asked += 1
             self._after(self.asked)
-            language = self._agents[None]._language
-            assert language is not None
-            answer = np.array(language.bridge.answer("1" * (turn + 1), []), np.int32)
+            chat_format = self._agents[None]._chat_format
+            assert chat_format is not None
+            answer = np.array(chat_format.bridge.answer("1" * (turn + 1), []), np.int32)
             return Generation(answer, np.zeros(len(answer), np.float32), "stop", ((version, len(answer)),))
 
         return ask

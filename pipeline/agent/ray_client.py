@@ -15,13 +15,13 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from pipeline.agent.endpoint.chat_server import Chat, ChatFailed, Questions
+from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
-from pipeline.agent.hosts import Hosts, Key
 from pipeline.agent.inside.interface import Content, Message, Observation
-from pipeline.agent.inside.replies import Returned
+from pipeline.agent.inside.replies import ProgramResult
+from pipeline.agent.ray_hosts import EpisodeKey, Hosts
 from pipeline.agent.session import CLOSE_S, PLACE_S
-from pipeline.agent.zygote import Loaded
+from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ MARGIN_S = 30.0  # seconds that a request and its answer may be on their way
 RETRY_S = 0.5  # seconds between two checks of hosts that are not available
 
 
-class Link:
+class HostConnection:
     """The connection of one agent of an engine to one host."""
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.name = actor, "that has not started"
         self.open = 0
         """Number of open episodes on the host."""
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedCode | None = None
         """The loaded user code; None while the host is not available."""
         self.refused: str | None = None
         """The error if the user's files do not load on the host."""
@@ -47,7 +47,7 @@ class Link:
         """A future that is done when the host has died or is regarded as dead; a restarted host has a new one."""
 
 
-class Hosted:
+class RemoteProcesses:
     """The environment processes of one agent on hosts, in place of `Processes`, whose processes are local.
 
     Args:
@@ -58,14 +58,14 @@ class Hosted:
 
     def __init__(self, agent: str | None, config: AgentConfig, hosts: Hosts) -> None:
         self._agent, self._config, self._hosts = agent, config, hosts
-        self._links = [Link(actor) for actor in hosts.actors]
+        self._links = [HostConnection(actor) for actor in hosts.actors]
         # Otherwise the first episodes of all engines would go to the same host.
         random.SystemRandom().shuffle(self._links)
         self._tending: list[asyncio.Task[None]] = []
         self._id, self._numbers = uuid.uuid4().hex, itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> Loaded:
+    async def start(self) -> LoadedCode:
         """Import the user's files on all hosts, unless it is done.
 
         Raises:
@@ -89,7 +89,7 @@ class Hosted:
             + next((f" ({link.problem})" for link in self._links if link.problem), "")
         )
 
-    async def _tend(self, link: Link) -> None:
+    async def _tend(self, link: HostConnection) -> None:
         """Keep a host ready: it may die and be restarted."""
         while True:
             try:
@@ -108,7 +108,7 @@ class Hosted:
             link.loaded = None
             await asyncio.sleep(RETRY_S)
 
-    async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> "HostedSession":
+    async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> "RemoteSession":
         """Begin an episode on the host with the fewest episodes of this engine; see `Processes.open`.
 
         Raises:
@@ -122,7 +122,7 @@ class Hosted:
                 raise EpisodeLost(f"ProcessError: no environment host is there after {timeout_s:g} s{refused}")
             await asyncio.sleep(RETRY_S)
         link = min(there, key=lambda link: link.open)
-        session = HostedSession(link, (self._id, next(self._numbers)), self._closing)
+        session = RemoteSession(link, (self._id, next(self._numbers)), self._closing)
         try:
             await session.open(self._agent, row, seed, deadline - clock())
         except BaseException:
@@ -138,18 +138,18 @@ class Hosted:
         await asyncio.gather(*self._tending, return_exceptions=True)
 
 
-class HostedSession:
+class RemoteSession:
     """One episode on a host, in place of a local `Session`; its methods raise the errors of `Session`'s."""
 
-    def __init__(self, link: Link, key: Key, closing: set[asyncio.Task[None]]) -> None:
+    def __init__(self, link: HostConnection, key: EpisodeKey, closing: set[asyncio.Task[None]]) -> None:
         self.opened: Content = None
-        """The content that the environment's `open` returned."""
+        """The content that the environment's `reset` returned."""
         self._link, self._key, self._closing, self._life = link, key, closing, link.life
         self._closed = False
         link.open += 1
 
     async def open(self, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> None:
-        """Begin the episode; called by `Hosted.open`."""
+        """Begin the episode; called by `RemoteProcesses.open`."""
         self.opened = await self._ask("open", timeout_s, agent, row, seed, timeout_s)
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
@@ -160,14 +160,14 @@ class HostedSession:
         """See `Session.call`."""
         return await self._ask("call", timeout_s, name, arguments, timeout_s)
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """See `Session.run`."""
 
         async def answer(frame: dict[str, Any]) -> None:
             await self._ask("answer", 0, frame)
 
         try:
-            async with Questions(chat, answer) as questions:
+            async with ChatServer(chat, answer) as questions:
                 # No deadline: the caller limits the time of the episode.
                 reply = await self._ask("run", None, row)
                 while isinstance(reply, dict):

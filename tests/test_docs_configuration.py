@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from jobs.docs_configuration import PAGE, descriptions, main, page
 from pipeline.config import Config
+from pipeline.config.described import descriptions
 from pipeline.config.schema import keys
+from tests.docs_configuration import PAGE, main, page
 
 
 @dataclass
@@ -43,7 +44,7 @@ def test_every_key_has_a_row_in_the_table_of_its_section() -> None:
 
 
 def test_out_of_date_page_is_noticed(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr("jobs.docs_configuration.PAGE", tmp_path / "configuration.md")
+    monkeypatch.setattr("tests.docs_configuration.PAGE", tmp_path / "configuration.md")
     assert main(["--check"]) == 1
     assert "make docs" in capsys.readouterr().err
     assert main([]) == 0 and main(["--check"]) == 0
