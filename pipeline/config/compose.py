@@ -244,7 +244,7 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        # Of an unknown section, OmegaConf gives the name alone; its keys say which one was meant.
+        # OmegaConf names an unknown section without its keys, which show the section that was meant.
         return unknown(next(_leaf_keys(full_key, value)), valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)

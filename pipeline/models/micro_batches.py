@@ -98,7 +98,7 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
         contexts = first[unit + 1] - first[unit]
         where = f"row {first[unit]} has"
         if contexts > 1:
-            where = f"a row has {contexts} contexts, all of which must pass through the model together, with"
+            where = f"a row has {contexts} contexts that must pass through the model together, with"
         raise ValueError(
             f"{where} {sizes[unit]} tokens (prompt + response), {sizes[unit] - max_tokens} more than the {max_tokens} "
             "that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu x actor.parallel.sequence to at "

@@ -147,8 +147,8 @@ class SpecialTokens:
         if self._backend is None:
             raise ValueError(
                 f"{spellings._place}a text spells a special token of the tokenizer, which a "
-                f"{type(self.tokenizer).__name__} cannot take as text, as those of the `tokenizers` library "
-                "(tokenizer.json) can; remove it from the text"
+                f"{type(self.tokenizer).__name__} cannot take as text (only tokenizers of the `tokenizers` library, "
+                "with a tokenizer.json, can); remove it from the text"
             )
         renamed = self.special.sub(lambda match: self._names[match[0]], text)
         return self.ordinary(spellings.show(renamed))

@@ -164,8 +164,8 @@ class PromptLoader:
             if self.files or not given or len(rows) == count:
                 return rows
         raise ValueError(
-            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, too few "
-            "of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
+            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, but too "
+            "few can be used (data.max_prompt_length, data.filter_overlong_prompts)"
         )
 
     def counts(self) -> dict[str, int]:
