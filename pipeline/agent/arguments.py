@@ -117,7 +117,7 @@ def whole(schema: Any, value: Any) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return False if a value has a number that is not finite, or an integer that no float can hold."""
+    """Return False if a value holds a number that is not finite or an integer that a float cannot hold."""
     left = [value]
     while left:
         one = left.pop()
@@ -141,9 +141,9 @@ def _error(schema: Any, value: Any) -> tuple[list[Any], str] | None:
 
 
 def _bounded(check: Keyword) -> Keyword:
-    """Make the check of a keyword end in time, raise nothing else, and yield short errors.
+    """Make a keyword's check end in time, never raise, and yield short errors.
 
-    It also takes None for a schema with OpenAPI's `nullable`, which chat templates expect.
+    The result knows OpenAPI's `nullable`, too, which chat templates expect.
     """
 
     def keyword(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
@@ -169,7 +169,7 @@ def _in_time() -> None:
 
 
 def _any_of(validator: Any, forms: list[Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check `anyOf`, but keep few errors; also `oneOf`, as two forms may differ only in keywords that are left."""
+    """Check `anyOf` and keep few errors. It also checks `oneOf`, as forms may differ in keywords that are left."""
     errors: list[ValidationError] = []
     for index, form in enumerate(forms):
         _in_time()
