@@ -96,8 +96,8 @@ class AgentConfig:
     imports large packages, the machine's memory is the limit."""
 
     episodes_per_process: int = setting(1, at_least=1)
-    """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each
-    has a fresh one."""
+    """Episodes that one process serves, one after the other ([multi_turn.md](multi_turn.md#where-your-code-runs)); with
+    1 each has a fresh one."""
 
     on_timeout: str = setting("error", choices=("error", "score"))
     """Result of an episode that exceeds `episode_timeout_s`: `error` makes the row an error, `score` ends the episode
@@ -111,8 +111,8 @@ class AgentConfig:
     `sum`. Null takes `environment` if there is an environment, a program or a command, else `function`."""
 
     hosts: int = setting(0, at_least=0)
-    """Ray actors that hold the processes of episodes, on any node ([agents.md](agents.md#on-other-nodes)); 0 has each
-    engine hold its own."""
+    """Ray actors that hold the processes of episodes, on any node
+    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)); 0 has each engine hold its own."""
 
     min_hosts: int | None = setting(None, at_least=1)
     """Fewest hosts with which the run begins; the others join later. Null takes `hosts`."""

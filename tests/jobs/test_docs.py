@@ -52,7 +52,7 @@ def test_a_page_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
 def test_sections_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--search", "SANDBOX", "memory"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("sandbox: ") for line in lines)
+    assert any(line.startswith("rewards: ") for line in lines)
     for line in lines:
         name, heading = line.split(": ")[:2]
         assert f"# {heading}" in files()[name].read_text()
