@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config.renamed import VALUES
 from pipeline.config.schema import value_of
 
-_KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
+_KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)(:key)?\}")
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,19 @@ def bounds_of(owner: type, name: str) -> Bounds:
     return fields[name].metadata.get("bounds", FINITE)
 
 
-def violations(tree: Any, prefix: str = "") -> Iterator[str]:
+def violations(tree: Any, prefix: str = "", spelled: Callable[[str], str] = str) -> Iterator[str]:
     """Yield one sentence for each setting of the dataclass instance `tree` that lies outside its bounds.
 
     Args:
         tree: the settings.
         prefix: dotted name of `tree` with a trailing dot; empty for the root.
+        spelled: from a key to the key as it is given; see `AgentConfig.spelling`.
     """
     for item in dataclasses.fields(tree):
-        key = prefix + item.name
+        key = spelled(prefix + item.name)
         value = getattr(tree, item.name)
         if dataclasses.is_dataclass(value):
-            yield from violations(value, key + ".")
+            yield from violations(value, f"{prefix}{item.name}.", spelled)
             continue
         bounds = item.metadata.get("bounds", FINITE)
         if isinstance(value, bool | dict) or (value is None and not bounds.choices):
@@ -114,17 +115,21 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{key}={as_argument(value)} must be {len(item.default)} numbers"
         elif not bounds.allow(value):
             null = ", or null" if item.default is None and not bounds.choices else ""
-            _, removed = VALUES.get(key, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
+            _, removed = VALUES.get(prefix + item.name, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
             why = f"; {value} no longer exists: {removed}" if removed else ""
             yield f"{key}={as_argument(value)} must be {bounds.words()}{null}{why}"
 
 
-def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:
-    """Return the sentences of `table` whose value is true. `{rollout.n}` in a sentence becomes `rollout.n=8`."""
+def sentences(config: Any, table: Mapping[str, object], spelled: Callable[[str], str] = str) -> Iterator[str]:
+    """Return the sentences of `table` whose value is true.
+
+    `{rollout.n}` in a sentence becomes `rollout.n=8`, and `{rollout.n:key}` the key as `spelled` gives it.
+    """
 
     def filled(match: re.Match[str]) -> str:
+        key = spelled(match[1])
         try:
-            return f"{match[1]}={as_argument(value_of(config, match[1]))}"
+            return key if match[2] else f"{key}={as_argument(value_of(config, match[1]))}"
         except AttributeError:
             # Text of the user's in braces.
             return match[0]

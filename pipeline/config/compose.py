@@ -37,6 +37,8 @@ from pipeline.config.schema import Key, expected, keys, unknown, value_of
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 UNKNOWN_SOURCE = "the config"
+_READ = ("True", "False", "None")
+"""Names that YAML has read as other values than text: `on`, `off`, `~`."""
 
 T = TypeVar("T")
 
@@ -106,6 +108,7 @@ def load(
         for key in keys(schema).values():
             if typing.get_origin(key.type) is dict:
                 mappings.check(key, value_of(config, key.name))
+        mappings.compose_sections(config)
     except RecursionError as error:
         raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -146,7 +149,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
             continue
         try:
             override = parser.parse_override(text)
-        # Of integers of thousands of digits, Python says what is wrong by a ValueError.
+        # Python refuses integers of thousands of digits with a ValueError.
         except (HydraException, RecursionError, ValueError) as error:
             raise ConfigError(
                 f"the argument {text!r:.200} cannot be read as key=value ({str(error).splitlines()[0]:.200}); "
@@ -193,7 +196,7 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
     """Return the argument with which Hydra merges the file or files `value` of `group` over earlier settings.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
     if value is None:
@@ -229,15 +232,20 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
     full_key = str(full_key)
 
     source, value = _source(message, full_key, folders, overrides)
-    if isinstance(cause, KeyValidationError):
+    section, _, name = full_key.rpartition(".")
+    if isinstance(cause, KeyValidationError) or name in _READ:
+        # The last part is the name as YAML read it: `on` is True. null is left out.
+        of_a_mapping = (mapping for mapping in valid if full_key.startswith(f"{mapping}."))
+        place = next(of_a_mapping, section if name in _READ else full_key)
         return (
-            f"{source}: a name in {full_key} reads as a number, a truth value or null; names are text: write it in "
-            'quotes, such as "2024": 1'
+            f"{source}: a name in {place or 'the file'} reads as a number, a truth value (as on, off, yes and no do) "
+            'or null; names are text: write it in quotes, such as "2024": 1'
         )
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return unknown(full_key, valid, source)
+        # OmegaConf names an unknown section without its keys, which show the section that was meant.
+        return unknown(next(_leaf_keys(full_key, value)), valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
     return f"{source}: {key}={value} does not fit; expected {wanted}"
@@ -319,6 +327,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
             raise ConfigError(f"{path} is empty")
         _update(content)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
+        mappings.compose_sections(config)
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
     except UnicodeDecodeError as error:
@@ -327,6 +336,8 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"
         raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error
     _restore_tuples(config)
     return typing.cast(T, config)
 

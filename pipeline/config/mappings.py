@@ -14,15 +14,20 @@ import re
 import typing
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.schema import Key, expected
+from pipeline.config.agent import AgentConfig
+from pipeline.config.renamed import RENAMED
+from pipeline.config.reward import FunctionConfig
+from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
+SECTIONS: dict[str, type] = {"agent.named": AgentConfig, "reward.functions": FunctionConfig}
+"""Mappings whose values are sections, and the dataclass of these."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -123,9 +128,51 @@ def check(key: Key, value: Any) -> None:
     """
     kind = typing.get_args(key.type)[1]
     for name, inner in value.items():
+        _check_names(f"{key.name}.{_written(name)}", inner)
         if not _fits(inner, kind):
             place = f"{key.name}.{_written(name)}"
             raise ValueError(f"{place}={inner!r} does not fit; expected {expected(kind)}")
+
+
+def _check_names(place: str, value: Any) -> None:
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if not isinstance(name, str):
+            raise ValueError(f'the name {name!r} in {place} is not text; write it in quotes, such as "2024": 1')
+        _check_names(f"{place}.{_written(name)}", inner)
+
+
+def compose_sections(config: Any) -> None:
+    """Give the settings in the mappings of `SECTIONS` the types of their keys.
+
+    Raises:
+        ValueError: a key is unknown, or a value has the wrong type.
+    """
+    for mapping in SECTIONS.keys() & keys(type(config)).keys():
+        sections = value_of(config, mapping)
+        sections.update({name: _section(mapping, name, settings) for name, settings in sections.items()})
+
+
+def _section(mapping: str, name: str, settings: Any) -> dict[str, Any]:
+    place, schema = f"{mapping}.{_written(name)}", SECTIONS[mapping]
+    if not isinstance(settings, dict):
+        raise ValueError(f"{place}={settings!r} does not fit; expected a mapping such as {{name: value}}")
+    # A section holds no further ones.
+    valid = {f"{place}.{inner}": key for inner, key in keys(schema).items() if not mapping.endswith(f".{inner}")}
+    given = {}
+    for inner, value in settings.items():
+        full = f"{place}.{inner}"
+        if (removed := RENAMED.get(f"{mapping.rpartition('.')[0]}.{inner}")) is not None:
+            raise ValueError(f"the key {full} no longer exists: {removed}")
+        if full not in valid:
+            raise ValueError(unknown(full, valid, "the config"))
+        try:
+            typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), {inner: value}))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{full}={value!r} does not fit; expected {expected(valid[full].type)}") from error
+        given[inner] = getattr(typed, inner)
+        if typing.get_origin(valid[full].type) is dict:
+            check(replace(valid[full], name=full), given[inner])
+    return given
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -139,7 +186,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _mapping(node: Any, name: str) -> Any:
-    """The mapping `name` of `node`, made if it is not there."""
+    """Return the mapping `name` of `node`; create it if it is missing."""
     if not isinstance(node.get(name), DictConfig):
         node[name] = {}
     return node[name]

@@ -77,7 +77,7 @@ def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _name_agents(agent: AgentConfig) -> None:
-    """Make paths of named agents absolute. Their values get the types of their keys."""
+    """Make paths of named agents absolute."""
     declared = agent.declared()
     for name, settings in agent.named.items():
         own = declared[name]

@@ -22,7 +22,7 @@ class PreferenceLossConfig:
 
     type: str = setting("sigmoid", path="code")
     """Loss: `sigmoid` (DPO), `ipo`, or a function of your own as `package.module:function`
-    ([algorithms.md](algorithms.md#preference-learning))."""
+    ([supervised.md](supervised.md#dpo-and-ipo))."""
 
     beta: float = setting(0.1, above=0)
     """Scale of the rewards. A larger one keeps the policy closer to the start model."""

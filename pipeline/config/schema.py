@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pipeline.config import verl_keys
@@ -95,7 +96,7 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     Args:
         key: the unknown key.
         valid: all settings by their names.
-        where: the file or argument with the key.
+        where: file or argument with the key.
     """
     if key in RENAMED:
         return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
@@ -107,9 +108,10 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     guess = nearest(key, valid)
     if guess:
         return f"{where}: the key {key} does not exist; did you mean {guess}?"
-    section = key.split(".")[0]
-    known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
-    listed = (
-        f"the keys of {section} are {', '.join(known)}" if known else "`slipstream docs configuration` lists all keys"
-    )
+    sections = accumulate(key.split("."), "{}.{}".format)
+    known = {section: [name for name in valid if name.startswith(f"{section}.")] for section in sections}
+    section = max((section for section in known if known[section]), key=len, default=None)
+    if section is None:
+        return f"{where}: the key {key} does not exist; `slipstream docs configuration` lists all keys"
+    listed = f"the keys of {section} are {', '.join(name.removeprefix(f'{section}.') for name in known[section])}"
     return f"{where}: the key {key} does not exist; {listed}"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.config.reward import RewardConfig
-from pipeline.reward.functions import function_config, functions
+from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.reward.functions import functions
 from pipeline.reward.rules import rule_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
@@ -42,11 +42,7 @@ def _functions(reward: RewardConfig) -> Iterator[str]:
                 f"{key}: {name!r} names a column, so it must be letters, digits and _, and not one of "
                 f"{', '.join(TAKEN)}"
             )
-        try:
-            one = function_config(name, settings)
-        except ValueError as error:
-            yield str(error)
-            continue
+        one = FunctionConfig(**settings)
         if not math.isfinite(one.weight) or one.weight == 0:
             yield (
                 f"{key}.weight={one.weight:g} must be a number other than 0; to leave the reward out, remove the entry"

@@ -11,6 +11,7 @@ from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.config.mappings import compose_sections
 from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
 from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, engine_arguments, models, parallel
 from pipeline.prompts.generator import generator_class
@@ -39,8 +40,15 @@ def check(config: Config) -> None:
 def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
+    outside = [sentence.partition(" must be ")[0] for sentence in single]
+    # A sentence that quotes a value outside its bounds follows from it.
+    yield from (text for text in _combined(config, not single) if not any(value in text for value in outside))
+
+
+def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
+    """Sentences on settings that do not fit together."""
     try:
-        config.agent.declared()
+        compose_sections(config)
     except ValueError as error:
         yield str(error)
         return
@@ -66,8 +74,8 @@ def _problems(config: Config) -> Iterator[str]:
     yield from sentences(config, check_offload.problems(config.model, learners, config.trainer.use_gpu))
     yield from models.problems(config)
     yield from parallel.problems(config)
-    if not single:
-        # The arithmetic divides by values that were found to be positive above.
+    if in_bounds:
+        # The arithmetic divides by values that are positive within their bounds.
         yield from _batches(config)
 
 

@@ -58,7 +58,7 @@ async def _try(config: Config, tokenizer: Any, prompts: pa.Table, calls: bool) -
         try:
             found = await _lines(config, rehearsal, tokenizer, own, calls)
         except ValueError as error:
-            raise ValueError(config.agent.spelled(str(error), name)) from None
+            raise ValueError(f"the agent {name}: {error}" if name else str(error)) from None
         finally:
             await rehearsal.close()
         lines += [(f"{what} of {name}" if name else what, text) for what, text in found]

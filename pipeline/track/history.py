@@ -25,8 +25,8 @@ OWN_KEYS = ("iteration", "time", "elapsed_s")
 """Keys of every record other than its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
-RENAMED = {"timing_s/deal": "timing_s/balance", "agent/ended/": "agent/stop_reason/"}
-"""First part of the names of earlier versions to the current one; `val-agent/` as `agent/`."""
+RENAMED = {"timing_s": {"deal": "balance"}, "agent": {"ended": "stop_reason"}, "val-agent": {"ended": "stop_reason"}}
+"""Parts of the names of metrics that earlier versions have, by the part before them, to the current ones."""
 VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 
@@ -61,10 +61,8 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def _current(name: str) -> str:
-    for old, new in RENAMED.items():
-        if name.removeprefix("val-").startswith(old):
-            return name.replace(old, new, 1)
-    return name
+    first, *rest = name.split("/")
+    return "/".join([first, *(RENAMED.get(first, {}).get(part, part) for part in rest[:1]), *rest[1:]])
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:

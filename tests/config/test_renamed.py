@@ -93,8 +93,8 @@ def test_every_key_that_moved_has_a_key_of_the_same_section() -> None:
 
 
 def test_an_old_key_of_a_named_agent_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ValueError, match=r"no key agent\.named\.a\.late; it is called agent\.named\.a\.on_timeout"):
-        load_config(["agent.named.a.late=score"]).agent.agents()
+    with pytest.raises(ConfigError, match=r"the key agent\.named\.a\.late no longer exists: .* agent\.on_timeout now"):
+        load_config(["agent.named.a.late=score"])
 
 
 def test_a_named_agent_of_a_run_folder_is_read_with_current_values(tmp_path: Path) -> None:

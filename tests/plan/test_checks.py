@@ -30,6 +30,19 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("agent.hosts=-1", "actor.parallel.expert=0", "trainer.deadlines.rows=-1", "trainer.deadlines.collective=-1"),
+        *("agent.episode_timeout_s=-1", "agent.reset_timeout_s=-1", "rollout.max_num_seqs=0", "rollout.n=0"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("agent.environment=my_game:Game",)])
+def test_a_value_outside_its_bounds_is_one_problem(override: str, more: tuple[str, ...]) -> None:
+    found = refusal(override, *more)
+    assert found.startswith(f"{override} must be ") and "\n" not in found
+
+
 class Mine(Sampler):
     def shares(self, iteration):
         return self.data.source_weights

@@ -167,7 +167,8 @@ def _program(code: Code, spec: str) -> Callable[..., Any]:
 def _takes(function: Callable[..., Any], *arguments: str) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
-    except TypeError:
+    # Some functions that are built in have no signature, which is a ValueError.
+    except (TypeError, ValueError):
         return False
     return True
 

@@ -156,9 +156,11 @@ def test_a_program_that_hangs_tells_where(name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("plain", "which is no coroutine function; write async def run(row, chat)"),
-        ("no_row", "which can be called neither with (row, chat) nor with (row)"),
-        ("gone", "has no gone"),
+        (f"{PROGRAMS}:plain", "which is no coroutine function; write async def run(row, chat)"),
+        (f"{PROGRAMS}:no_row", "which can be called neither with (row, chat) nor with (row)"),
+        (f"{PROGRAMS}:gone", "has no gone"),
+        # Built in, and without a signature.
+        ("builtins:max", "which can be called neither with (row, chat) nor with (row)"),
     ],
 )
 def test_programs_that_do_not_load(spec: str, words: str) -> None:
@@ -167,4 +169,4 @@ def test_programs_that_do_not_load(spec: str, words: str) -> None:
             await processes.start()
         assert str(refused.value).startswith("agent.program is") and words in str(refused.value)
 
-    run(AgentConfig(program=f"{PROGRAMS}:{spec}"), main)
+    run(AgentConfig(program=spec), main)
