@@ -1,8 +1,8 @@
 """An installed wheel, used from other folders: `python3 tests/wheel.py VENV [--train N]`. Needs the standard library.
 
 One folder is empty, the other one has packages that are named like Slipstream's. In both, a dry run must plan a run
-whose reward is a module of the folder. With `--train` the demo trains for N iterations, and in the second folder a model
-with a tool does, too.
+whose reward is a module of the folder. With `--train` the demo trains for N iterations, and in the second folder also a
+model with a tool.
 """
 
 import argparse
