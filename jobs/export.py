@@ -35,7 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_choice(parser)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as trained)")
     add("--critic", action="store_true", help="export the critic, for token classification with one label")
-    add("--adapter", action="store_true", help="export the adapter alone (model.lora), as peft and vLLM read it")
+    add("--adapter", action="store_true", help="export only the adapter (model.lora), in the format of peft and vLLM")
     add("--base", metavar="MODEL", help="the model that the run started from, if it has moved since")
     add("--register", metavar="NAME", help="make it a new version of this registered model in the run's MLflow")
     add("--alias", metavar="ALIAS", help="alias of the new version, such as champion; needs --register")

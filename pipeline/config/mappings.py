@@ -186,7 +186,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _mapping(node: Any, name: str) -> Any:
-    """The mapping `name` of `node`, made if it is not there."""
+    """Return the mapping `name` of `node`; create it if it is missing."""
     if not isinstance(node.get(name), DictConfig):
         node[name] = {}
     return node[name]

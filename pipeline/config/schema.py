@@ -96,7 +96,7 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     Args:
         key: the unknown key.
         valid: all settings by their names.
-        where: the file or argument with the key.
+        where: file or argument with the key.
     """
     if key in RENAMED:
         return f"{where}: the key {key} no longer exists: {RENAMED[key]}"

@@ -126,18 +126,18 @@ class TrainerConfig:
     resume: str = setting("auto", path="resume")
     """Start of the run. `auto` continues the run of this name from its newest checkpoint; `never` refuses an existing
     run. A folder or URL of a checkpoint, or of a run, begins a new run with the weights of its actor and critic, and
-    nothing else ([reliability.md](reliability.md#a-new-run-from-a-policy))."""
+    nothing else ([clusters.md](clusters.md#a-new-run-from-a-policy))."""
 
     accept_changed: list[str] = field(default_factory=list)
     """Kinds of files that may have changed since the run began: any of `model`, `prompts` and `code`. With other
-    changes, a run is not continued ([reliability.md](reliability.md#the-same-files))."""
+    changes, a run is not continued ([clusters.md](clusters.md#the-same-files))."""
 
     storage_path: str | None = setting(None, path="files")
     """Folder or URL for checkpoints, which go to `STORAGE_PATH/experiment_name/checkpoints`. Null: the run's folder."""
 
     max_failures: int = setting(3, at_least=-1)
     """Restarts of the train workers without a new checkpoint between them; one more failure ends the run. -1: any
-    number ([reliability.md](reliability.md#restarts-of-the-train-workers))."""
+    number ([clusters.md](clusters.md#restarts-of-the-train-workers))."""
 
     max_nonfinite_steps: int = setting(10, at_least=0)
     """Consecutive optimiser steps that may have a gradient that is not finite. These steps are skipped; one more ends

@@ -28,16 +28,16 @@ QUESTION = {"role": "user", "content": "Hello."}
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of a model's answers."""
+    """End tokens of a model's answers."""
 
     ids: tuple[int, ...]
     """Tokens after which generation stops."""
     missing: tuple[int, ...]
     """Members of `ids` that the model's own files do not name as ends for `generate`."""
     line: str
-    """Sentence that names them, and warns if answers may go on after the template's end."""
+    """Sentence that names the end tokens, and warns if answers may continue after the template's end."""
     learnt: bool
-    """True if the template writes one of them after the last answer of a conversation."""
+    """True if the template writes an end token after the last answer of a conversation."""
 
 
 def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> Ends:

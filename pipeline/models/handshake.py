@@ -35,9 +35,9 @@ from pipeline.models.sharing import Passes
 LIMIT = 1e-4
 """Largest difference of two computations in float32, in nats."""
 FACTOR = 2.0
-"""Largest ratio of a difference to the one that a type's rounding explains."""
+"""Largest allowed ratio of a difference to the difference that the type's rounding explains."""
 NOT_HAD = (ValueError, RuntimeError, TypeError, NotImplementedError)
-"""Errors of a model that lacks a way or a type."""
+"""Errors of a model without the requested attention, form of rows or type."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits of these differences, in nats."""
+    """Limits of `Difference`, in nats."""
 
     mean: float
     largest: float

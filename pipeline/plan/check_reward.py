@@ -38,7 +38,10 @@ def _functions(reward: RewardConfig) -> Iterator[str]:
     for name, settings in reward.functions.items():
         key = f"reward.functions.{name}"
         if not _NAME.fullmatch(name) or name in TAKEN:
-            yield f"{key}: {name!r} names a column, so it must be letters, digits and _, and not one of {', '.join(TAKEN)}"
+            yield (
+                f"{key}: {name!r} names a column, so it must be letters, digits and _, and not one of "
+                f"{', '.join(TAKEN)}"
+            )
         one = FunctionConfig(**settings)
         if not math.isfinite(one.weight) or one.weight == 0:
             yield (

@@ -58,7 +58,7 @@ def _engines(config: Config) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         if model := read_model(path):
             queries, keys = (model.size(name) for name in HEADS[:2])
-            # Where there are more GPUs than heads of keys, each of these is on several.
+            # With more GPUs than key heads, each head is on several GPUs.
             if queries % parts or (keys % parts and parts % keys):
                 yield (
                     f"rollout.tensor_parallel_size={parts} does not divide num_attention_heads={queries} and "

@@ -172,7 +172,7 @@ def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
         for count in range(stage.count + 1, stage.most + 1):
             grown = replace(stage, count=count)
             if not place([grown if other is stage else other for other in actors], nodes):
-                # More actors fit on further nodes alone.
+                # More actors need more nodes.
                 break
             if not place([grown if other is stage else other for other in stages], nodes):
                 tasks = " and ".join(task.name for task in stages if task.at_least)

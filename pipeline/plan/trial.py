@@ -1,8 +1,9 @@
 """Trial of the models before anything is started: each is built without memory, from `config.json` and its files'
 headers.
 
-The workers' own loaders are used, so whatever they refuse is refused here: incomplete or quantised weights, weights
-that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not read.
+The workers' own loaders are used, so a model that they would refuse is refused here: incomplete or quantised weights,
+weights that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not
+read.
 """
 
 import inspect

@@ -28,7 +28,7 @@ from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
 UNREAD = "ability"
-"""A column of verl's format without a use, there and here."""
+"""Column of verl's format without a use."""
 MAX_CALLS = 100
 """Largest number of calls of a generator for the prompts of one iteration."""
 
@@ -164,8 +164,8 @@ class PromptLoader:
             if self.files or not given or len(rows) == count:
                 return rows
         raise ValueError(
-            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, too few "
-            "of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
+            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, but too "
+            "few can be used (data.max_prompt_length, data.filter_overlong_prompts)"
         )
 
     def counts(self) -> dict[str, int]:
@@ -260,10 +260,10 @@ class PromptLoader:
         return self._walks[name]
 
     def _taken(self, name: str, epoch: int, offset: int, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Yield the rows of an order that the sampler takes, and their values.
+        """Yield the rows of an order that the sampler takes, with the sampler's values.
 
         Raises:
-            ValueError: no row of a whole epoch is taken.
+            ValueError: the sampler takes no row in a whole epoch.
         """
         order = self.orders.get(name)
         if order is None:

@@ -175,7 +175,7 @@ def open_parquet(
 def data_sources(
     files: list[PromptFile], allow_bad: bool = False, check: Callable[[str | None], None] | None = None
 ) -> dict[str | None, list[str]]:
-    """Read the distinct `data_source` values of all rows, sorted, by their `agent_name`. Only these columns are read.
+    """Read the distinct `data_source` values for each `agent_name`, sorted. Only these two columns are read.
 
     Args:
         check: raises ValueError for an unknown agent; with `allow_bad` such rows are skipped.

@@ -142,7 +142,7 @@ def notes(config: Config) -> Iterator[str]:
         yield (
             "the log-probs in the rows come from the recorded policy; once the replay's policy differs from it, "
             "training is off-policy. actor.old_log_probs=recompute with algorithm.rollout_correction (as in "
-            "algorithm=[NAME,tis]) weighs rows by that difference; see `slipstream docs replay`"
+            "algorithm=[NAME,tis]) weighs rows by that difference; see `slipstream docs after_training`"
         )
 
 

@@ -213,8 +213,7 @@ def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
 
 
 def _bounded(score: float, parts: str) -> Answer:
-    """Return the answer with this score, or an error if weights and penalties have moved it out of the column's
-    range."""
+    """Return the answer with this score, or an error if the score does not fit into a float32."""
     if not abs(score) <= FLOAT32_MAX:
         return 0.0, "{}", f"ValueError: weights, scale and penalties make a score of {score}, not a finite float32"
     return score, parts, None

@@ -70,7 +70,7 @@ class RewardCall:
 
 
 class WorkerLost(Exception):
-    """A worker has ended, or must be ended; the message becomes the error of its unanswered rows."""
+    """Error of a worker that has ended or must be ended. The message becomes the error of its unanswered rows."""
 
     def __init__(self, message: str, exhausted: bool = False) -> None:
         super().__init__(message)

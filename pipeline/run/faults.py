@@ -35,7 +35,7 @@ DEATH = SECONDARY | {
 
 
 class RunEnded(RuntimeError):
-    """Ends the run without a restart; the message is the reason that the user reads."""
+    """Error that ends the run without a restart. The message is the reason that the user reads."""
 
 
 class Restarts(UserCallback):

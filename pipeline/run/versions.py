@@ -25,7 +25,7 @@ REMEDY = "install the tested set with `make setup`"
 
 
 class VersionError(RuntimeError):
-    """A package is missing or has a version this code was not tested with."""
+    """Error of a package that is missing or has an untested version."""
 
 
 def check_versions() -> dict[str, str]:

@@ -51,7 +51,7 @@ def complete_name(rank: int) -> str:
 
 
 class Damaged(ValueError):
-    """A checkpoint is not as it was written. The message names it and the file.
+    """Error of a checkpoint that differs from what was written. The message names the checkpoint and the file.
 
     Args:
         place: folder or URL of the checkpoint.

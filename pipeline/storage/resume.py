@@ -24,7 +24,7 @@ CONFIG_FILE = "config.yaml"
 BASES = ("model.path", "critic.path")
 """Settings that name the models to which a checkpoint's tensors belong."""
 OF_THE_WEIGHTS = ("model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""Further settings that define these tensors."""
+"""Other settings that define a checkpoint's tensors."""
 
 _SECTIONS = {
     "data": "val_files val_max_samples max_bad_rows",

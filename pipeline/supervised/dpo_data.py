@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         *[column for side in SIDES for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
     ]
 )
-"""An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
+"""Tokens of a pair. In an answer's mask, 1 is a token of the assistant. A row that is left out has no tokens."""
 
 ROW = "row number"
 """Column that `whole` adds."""

@@ -25,7 +25,7 @@ from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
-"""A pair that is left out has no tokens."""
+"""Tokens and margin of a pair. A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
@@ -114,7 +114,11 @@ def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
 
 
 def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataType:
-    """The type of a column."""
+    """Return the type of a column.
+
+    Raises:
+        ValueError: the column does not exist.
+    """
     if key not in schema.names:
         names = ", ".join(schema.names)
         raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")

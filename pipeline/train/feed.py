@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RowsTimeout(TimeoutError):
-    """The next rows did not come within the deadline."""
+    """Error of rows that did not come within the deadline."""
 
 
 class TimedIterator:

@@ -24,7 +24,7 @@ MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 """NIXL's name for the memory of each kind of device."""
 POLL_S = 0.001
 ALIGNED = 8
-"""Bytes of the largest number: a bucket begins at a multiple of them."""
+"""Alignment of buckets in bytes: the size of the largest number."""
 
 
 @dataclass(frozen=True)

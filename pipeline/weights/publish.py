@@ -42,10 +42,10 @@ def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: b
 
 
 def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's part of a parameter and, for every dimension, the index of its first number.
+    """Return this rank's block of a parameter, and the index of its first number in every dimension.
 
-    If several ranks hold the same part (replicas, tensor-parallel ranks with the same norm), the first of them has
-    it and the others have no numbers. An unsharded parameter belongs to rank 0.
+    If several ranks have the same block (replicas, tensor-parallel ranks with the same norm), the first of them returns
+    it and the others return no numbers. An unsharded parameter belongs to rank 0.
 
     Raises:
         ValueError: the part is not a block of neighbouring numbers, or it is one of several summands.

@@ -25,7 +25,7 @@ _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class AnswerError(ValueError):
-    """The answer is not an expression of the language above."""
+    """Error of an answer that is not an expression of the language above."""
 
 
 def extract_answer(solution_str: str) -> str | None:

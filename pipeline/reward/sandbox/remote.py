@@ -133,7 +133,7 @@ def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: fl
 
 
 class _ServerFailure(Exception):
-    """The server did not run the program. If `final` is set, another try would fail in the same way."""
+    """Error of a server that did not run the program. If `final` is set, a retry would fail in the same way."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)

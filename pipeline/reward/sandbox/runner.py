@@ -131,7 +131,7 @@ def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfi
 
 
 class _Broken(Exception):
-    """The supervisor did not do its work."""
+    """Error of the supervisor: it did not run the tests."""
 
 
 def _next_report(process: subprocess.Popen[bytes], deadline: float, config: SandboxConfig) -> dict[str, Any] | None:
