@@ -88,7 +88,5 @@ def test_settings_become_functions_in_their_order() -> None:
 
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_function_that_is_built_in_and_has_no_signature_is_named(batch: bool) -> None:
-    with pytest.raises(
-        ValueError, match=r"^reward\.functions\.own: max in builtins is built in, and does not say"
-    ):
+    with pytest.raises(ValueError, match=r"^reward\.functions\.own: max in builtins is built in, and does not say"):
         load(own("builtins", attribute="max", batch=batch))
