@@ -55,10 +55,11 @@ test-all: $(STAMP) ## all tests
 test-fast: $(STAMP) ## unit tests: no Ray, no engine
 	@$(RUN) -m pytest -m unit
 
-lint: $(STAMP) ## ruff, mypy, and turns of phrase that may not become more
+lint: $(STAMP) ## ruff, mypy, spelling, and turns of phrase that may not become more
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy slipstream.py pipeline jobs benchmarks
+	@$(RUN) -m codespell_lib pipeline jobs benchmarks configs docs examples README.md CONTRIBUTING.md CHANGELOG.md
 	@$(RUN) -m tests.words
 
 format: $(STAMP) ## let ruff format and fix the code

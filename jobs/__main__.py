@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if job not in JOBS:
         nearest = difflib.get_close_matches(job, JOBS, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "slipstream --help lists them"
-        print(f"slipstream: there is no job {name!r}; {hint}", file=sys.stderr)
+        print(f"slipstream: the job {name!r} does not exist; {hint}", file=sys.stderr)
         return 2
     # A module in the current folder, such as a reward function, is found like an installed one, but after those.
     if os.getcwd() not in sys.path and "" not in sys.path:

@@ -63,7 +63,7 @@ the same command continues a demo that was interrupted.
 
 
 class Failed(RuntimeError):
-    """A step of the demo has failed and has said why; `code` is its exit code."""
+    """Error of a step that has failed and printed its reason; `code` is its exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a step ended with exit code {code}")

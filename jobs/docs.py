@@ -50,7 +50,7 @@ def show(name: str) -> None:
     """Print a file, on a terminal page by page.
 
     Raises:
-        ValueError: there is no file of this name.
+        ValueError: the name is unknown.
     """
     known = files()
     # A page may be given by its file's name, an example by its last part.
@@ -59,7 +59,7 @@ def show(name: str) -> None:
     if path is None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"{' '.join(called('docs'))} lists them"
-        raise ValueError(f"there is no page {name!r}; {hint}")
+        raise ValueError(f"the page {name!r} does not exist; {hint}")
     text = path.read_text(encoding="utf-8")
     if sys.stdout.isatty():
         pydoc.pager(text)

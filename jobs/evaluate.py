@@ -32,7 +32,7 @@ settings:
   key=value pairs as for jobs.train (`slipstream docs configuration`). An evaluation reads data.val_files and other
   data.* keys, model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, the rollout.* keys of the engines, and
   reward.*. With --run they are laid over the settings of the run. Training prompts are not needed. See
-  `slipstream docs evaluate`.
+  `slipstream docs after_training`.
 
 examples:
   python -m jobs.evaluate --run runs/countdown-cpu

@@ -15,7 +15,7 @@ from pipeline.run.versions import check_versions
 EPILOG = """\
 settings:
   key=value pairs as of python -m jobs.train, laid over those of the run that was recorded (RUN_DIR/config.yaml); see
-  `slipstream docs replay` for those that a replay does not take.
+  `slipstream docs after_training` for those that a replay does not take.
 
 examples:
   python -m jobs.replay runs/mine

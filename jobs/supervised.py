@@ -225,7 +225,7 @@ class Job(Generic[C]):
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
-            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"
             print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)

@@ -6,7 +6,7 @@ The docstring under each field is the only description of a key, so the page and
 import argparse
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
 from pipeline.config.described import default, descriptions
+from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import Key, keys
+from pipeline.config.supervised import PreferenceConfig, SFTConfig
 from pipeline.prompts.sampler import SAMPLERS
 from pipeline.registry import Entry
 
@@ -38,6 +40,13 @@ numbers, truth values or null stand in quotes: `"2024": 2`.
 `algorithm=[dapo,tis]` ([all of them](algorithms.md)). An experiment names the algorithm that it begins from with
 `defaults: [/algorithm/dapo, _self_]`.
 """
+
+SUPERVISED = """
+## Supervised training and preferences
+
+The settings of `slipstream sft`, `slipstream reward_model` and `slipstream dpo`. Their `model` and `model.lora` are
+described above, `optim` and `fsdp` are `actor.optim` and `actor.fsdp`; `slipstream sft --help` has all defaults."""
+JOBS = {"sft": SFTConfig, "reward_model": PreferenceConfig, "dpo": DPOConfig}
 
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     "algorithm.adv_estimator": ESTIMATORS,
@@ -64,7 +73,23 @@ def page() -> str:
         ]
         for rows in zip(*sections.values(), strict=True):
             lines.append(_row(rows))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, SUPERVISED, *_supervised(set(alike))]) + "\n"
+
+
+def _supervised(described: set[type]) -> Iterator[str]:
+    """Yield the tables of the jobs in `JOBS`, one per dataclass that is not among those `described` above."""
+    owners: dict[type, dict[str, list[Key]]] = {}
+    for job, schema in JOBS.items():
+        for key in keys(schema).values():
+            if key.owner not in described:
+                owners.setdefault(key.owner, {}).setdefault(job, []).append(key)
+    for owner, by_job in owners.items():
+        first = [*by_job.values()][0]
+        section = first[0].name.rpartition(".")[0]
+        of = " and ".join(f"`{job}`" for job in by_job) if len(by_job) < len(JOBS) else "all three"
+        yield f"\n### {f'`{section}`' if section else 'Folder'} of {of}\n"
+        yield f"{inspect.getdoc(owner)}\n\n| key | default | meaning |\n|---|---|---|"
+        yield from (_row((key,)) for key in first)
 
 
 def _row(same: tuple[Key, ...]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.described import descriptions
 from pipeline.config.schema import keys
-from tests.docs_configuration import PAGE, main, page
+from tests.docs_configuration import JOBS, PAGE, main, page
 
 
 @dataclass
@@ -34,13 +34,18 @@ def test_committed_page_is_up_to_date() -> None:
 
 def test_every_key_has_a_row_in_the_table_of_its_section() -> None:
     listed = []
-    for table in page().split("\n## ")[1:]:
+    run, supervised = page().split("\n## Supervised training")
+    for table in run.split("\n## ")[1:]:
         sections = table.partition("\n")[0].replace("`", "").split(", ")
         for line in table.splitlines():
             if line.startswith("| `"):
                 name = line.split(" | ")[0].strip("| `")
                 listed += [name] if len(sections) == 1 else [f"{section}.{name}" for section in sections]
     assert sorted(listed) == sorted(keys(Config))
+    above = {key.owner for key in keys(Config).values()}
+    rows = [line.split(" | ")[0].strip("| `") for line in supervised.splitlines() if line.startswith("| `")]
+    for schema in JOBS.values():
+        assert {key.name for key in keys(schema).values() if key.owner not in above} <= set(rows)
 
 
 def test_out_of_date_page_is_noticed(monkeypatch, tmp_path, capsys) -> None:

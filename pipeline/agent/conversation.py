@@ -60,9 +60,10 @@ class Conversation:
         """Seconds in which the policy answered."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was shown but not called."""
+        """Calls in the answers, by the name of the tool; 0 for a tool that was shown but not called."""
         self.mistakes: Counter[str] = Counter()
-        """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
+        """Calls in the answers that could not be read (`malformed`), name no tool (`unknown`), or that the tool refused
+        (`tool_errors`)."""
         self._asked = self._made = 0
         """Requests to the policy, and calls that were read."""
         self._answering: list[Context] = []

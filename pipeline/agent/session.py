@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
+from pipeline.agent.arguments import mistake, whole
 from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer, FrameReceiver, Send, as_fields
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.inside import frames
 from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation
 from pipeline.agent.inside.replies import ProgramResult, checked, checked_content, checked_result
-from pipeline.agent.inside.schema import mistake, whole
 from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Session:
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
-        # A server's schema may have many forms, and an answer many values; each value is tried on each form.
+        # It may take `CHECK_S`.
         problem = await asyncio.to_thread(mistake, self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)

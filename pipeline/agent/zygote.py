@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.agent.arguments import check_schema
 from pipeline.agent.inside import frames
 from pipeline.agent.inside.main import END_S, START
 from pipeline.agent.inside.remote import MCP, OPENENV
@@ -125,6 +126,11 @@ class ZygoteHandle:
             raise ValueError(f"agent.python: {self._python}: {lost} as it began{self._last_line()}") from None
         if "refused" in first:
             raise ValueError(first["refused"])
+        for schema in first["tools"]:
+            try:
+                await asyncio.to_thread(check_schema, schema)
+            except ValueError as error:
+                raise ValueError(f"agent.tools: {error}") from None
         return LoadedCode(**first)
 
     def _last_line(self) -> str:

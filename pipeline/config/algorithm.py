@@ -123,12 +123,12 @@ class AlgorithmConfig:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
         adaptive, groups = self.kl_ctrl.type == "adaptive", self.filter_groups
         return {
-            "{algorithm.kl_ctrl.type} adapts the KL in the reward and {algorithm.use_kl_in_reward}; set that to true, "
-            "or the type to fixed (the KL in the loss has the fixed weight actor.kl_loss_coef)": (
+            "{algorithm.kl_ctrl.type} adapts the KL in the reward, but {algorithm.use_kl_in_reward}; set it to true, "
+            "or set type=fixed (the KL in the loss has the fixed weight actor.kl_loss_coef)": (
                 adaptive and not self.use_kl_in_reward
             ),
-            "{algorithm.kl_ctrl.kl_coef} with {algorithm.kl_ctrl.type}: the controller multiplies the coefficient, and "
-            "0 stays 0; begin above 0": adaptive and self.use_kl_in_reward and self.kl_ctrl.kl_coef == 0,
+            "{algorithm.kl_ctrl.kl_coef} with {algorithm.kl_ctrl.type}: the controller multiplies the coefficient, so "
+            "0 stays 0; set it above 0": adaptive and self.use_kl_in_reward and self.kl_ctrl.kl_coef == 0,
             "{algorithm.filter_groups.enable} needs algorithm.filter_groups.metric: `score`, or a part of the reward "
             "such as `acc`": groups.enable and not groups.metric,
             "{algorithm.filter_groups.surplus} trains on groups of an older version, which {algorithm.max_staleness} "

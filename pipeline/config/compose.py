@@ -91,7 +91,7 @@ def load(
     primary = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), None)
     if primary is None:
         found = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
-        raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
+        raise ConfigError(f"the config file {config_name}.yaml does not exist; there are: {', '.join(found)}")
 
     overrides = [expand_argument(text) for text in overrides]
     arguments, entries = _checked(overrides, schema, folders)
@@ -149,7 +149,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
             continue
         try:
             override = parser.parse_override(text)
-        # Of integers of thousands of digits, Python says what is wrong by a ValueError.
+        # Python refuses integers of thousands of digits with a ValueError.
         except (HydraException, RecursionError, ValueError) as error:
             raise ConfigError(
                 f"the argument {text!r:.200} cannot be read as key=value ({str(error).splitlines()[0]:.200}); "
@@ -196,7 +196,7 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
     """Return the argument with which Hydra merges the file or files `value` of `group` over earlier settings.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
     if value is None:
@@ -209,7 +209,7 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     for name in names:
         if name not in options:
-            raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
+            raise ConfigError(f"{group}={name}: this file does not exist; there are: {', '.join(options)}")
     return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
 
 
@@ -244,7 +244,7 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        # Of an unknown section, OmegaConf gives the name alone; its keys say which one was meant.
+        # OmegaConf names an unknown section without its keys, which show the section that was meant.
         return unknown(next(_leaf_keys(full_key, value)), valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
@@ -320,7 +320,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path}")
+        raise ConfigError(f"the config file {path} does not exist")
     try:
         content = OmegaConf.load(path)
         if not content:

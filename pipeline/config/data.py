@@ -77,7 +77,8 @@ class DataConfig:
     """Extra arguments of the tokenizer's `apply_chat_template`, such as `{enable_thinking: false}`."""
 
     recorded_run: str | None = setting(None, path="files")
-    """Folder of a run whose recorded rows take the place of prompts and engines ([replay.md](replay.md))."""
+    """Folder of a run whose recorded rows take the place of prompts and engines
+    ([after_training.md](after_training.md#replay-train-on-recorded-rows))."""
 
     recorded_iterations: str | None = None
     """Iterations of `recorded_run`: a range such as `3-10`, or one such as `3`. Null: all."""

@@ -186,7 +186,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _mapping(node: Any, name: str) -> Any:
-    """The mapping `name` of `node`, made if it is not there."""
+    """Return the mapping `name` of `node`; create it if it is missing."""
     if not isinstance(node.get(name), DictConfig):
         node[name] = {}
     return node[name]
@@ -211,7 +211,7 @@ def _remove(settings: DictConfig, entry: Entry) -> None:
         node = node.get(name, {})
     if last not in node:
         there = ", ".join(map(_written, node)) or "none"
-        raise ValueError(f"the argument {entry.text!r} takes out {entry.place}, which is not set; there are: {there}")
+        raise ValueError(f"the argument {entry.text!r} removes {entry.place}, which is not set; there are: {there}")
     del node[last]
 
 

@@ -53,13 +53,13 @@ class LoraConfig:
     def problems(self) -> dict[str, object]:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
         return {
-            "{model.lora.path} does nothing with {model.lora.rank}; set that to the adapter's": (
+            "{model.lora.path} does nothing with {model.lora.rank}; set model.lora.rank to the adapter's rank": (
                 self.path and not self.rank
             ),
-            "{model.lora.weight_sync} does nothing with {model.lora.rank}; set a rank": (
+            "{model.lora.weight_sync} does nothing with {model.lora.rank}; set model.lora.rank above 0": (
                 self.weight_sync == "adapter" and not self.rank
             ),
-            f"{{model.lora.rank}} is more than the {LARGEST_ALONE} of an engine's adapter; set "
+            f"{{model.lora.rank}} is above {LARGEST_ALONE}, the limit of an engine's adapter; set "
             "model.lora.weight_sync=merged": self.alone and self.rank > LARGEST_ALONE,
             "{model.lora.rank} needs the Python package peft on every node: pip install 'slipstream-rl[lora]'": (
                 self.rank and importlib.util.find_spec("peft") is None

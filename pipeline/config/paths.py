@@ -70,7 +70,7 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
             relation = "is" if place == read else "lies in" if read in place.parents else "holds"
             raise ValueError(f"{out} {relation} {source}, which is read; choose another folder")
     if os.path.lexists(out) and not out.is_dir():
-        what = "a link to no folder" if out.is_symlink() else "a file"
+        what = "a broken link" if out.is_symlink() else "a file"
         raise ValueError(f"{out} is {what}; choose another folder or remove it")
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")
@@ -96,7 +96,7 @@ def named_folder(path: str, key: str | None = None) -> Path | None:
     begins_with_a_folder = separator and (first in OUR_FOLDERS or Path(first).is_dir())
     if begins_with_a_folder or not HUB_NAME.fullmatch(path):
         raise ValueError(
-            f"{label}: there is no folder {folder.absolute()}, and this is no name on the Hugging Face Hub"
+            f"{label}: the folder {folder.absolute()} does not exist, and this is not a name on the Hugging Face Hub"
         )
     return None
 
@@ -110,5 +110,5 @@ def model_folder(path: str, key: str | None = None) -> Path | None:
     folder = named_folder(path, key)
     if folder is not None and not (folder / "config.json").is_file():
         label = f"{key}={path}" if key else path
-        raise ValueError(f"{label} holds no config.json, so it is no folder of a Hugging Face model")
+        raise ValueError(f"{label} has no config.json, so it is not the folder of a Hugging Face model")
     return folder

@@ -22,7 +22,7 @@ class PreferenceLossConfig:
 
     type: str = setting("sigmoid", path="code")
     """Loss: `sigmoid` (DPO), `ipo`, or a function of your own as `package.module:function`
-    ([algorithms.md](algorithms.md#preference-learning))."""
+    ([supervised.md](supervised.md#dpo-and-ipo))."""
 
     beta: float = setting(0.1, above=0)
     """Scale of the rewards. A larger one keeps the policy closer to the start model."""
@@ -64,7 +64,7 @@ class DPOConfig(SupervisedConfig):
             "{loss.type} was removed; take sigmoid or ipo, or write the loss as package.module:function": (
                 loss.type in REMOVED_LOSSES
             ),
-            "{loss.label_smoothing} is of loss.type=sigmoid alone; set it to 0 with {loss.type}": (
+            "{loss.label_smoothing} is an option of loss.type=sigmoid only; set it to 0 with {loss.type}": (
                 built_in and loss.label_smoothing > 0 and loss.type != "sigmoid"
             ),
             "{loss.kwargs}: no built-in loss reads it; leave it out, or name a loss of your own": (

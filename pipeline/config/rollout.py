@@ -152,8 +152,8 @@ class RolloutConfig:
             f"{self.fewest} and rollout.max_engines={self.most}": not (self.fewest <= self.num_engines <= self.most),
             "{rollout.num_gpus}: an engine uses one GPU or a part of one; to split its model over several, set "
             "rollout.num_gpus=1 and rollout.tensor_parallel_size to their number": self.num_gpus > 1,
-            "{rollout.tensor_parallel_size} splits a model over GPUs, of which each part needs one, and "
-            "{rollout.num_gpus}; set that to 1": split and self.num_gpus < 1,
+            "{rollout.tensor_parallel_size} splits a model over GPUs, each of which the engine must own, but "
+            "{rollout.num_gpus}; set it to 1": split and self.num_gpus < 1,
             "{rollout.tensor_parallel_size} with {rollout.min_engines} and {rollout.max_engines}: an elastic pool "
             "cannot hold engines of several GPUs; leave both at null": split and self.elastic,
             "{rollout.gpu_memory_utilization} leaves a GPU engine no memory; set it above 0": (

@@ -96,7 +96,7 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     Args:
         key: the unknown key.
         valid: all settings by their names.
-        where: the file or argument with the key.
+        where: file or argument with the key.
     """
     if key in RENAMED:
         return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
@@ -107,11 +107,11 @@ def unknown(key: str, valid: dict[str, Key], where: str) -> str:
         return f"{where}: {answer}"
     guess = nearest(key, valid)
     if guess:
-        return f"{where}: there is no key {key}; did you mean {guess}?"
+        return f"{where}: the key {key} does not exist; did you mean {guess}?"
     sections = accumulate(key.split("."), "{}.{}".format)
     known = {section: [name for name in valid if name.startswith(f"{section}.")] for section in sections}
     section = max((section for section in known if known[section]), key=len, default=None)
     if section is None:
-        return f"{where}: there is no key {key}; `slipstream docs configuration` has all"
+        return f"{where}: the key {key} does not exist; `slipstream docs configuration` lists all keys"
     listed = f"the keys of {section} are {', '.join(name.removeprefix(f'{section}.') for name in known[section])}"
-    return f"{where}: there is no key {key}; {listed}"
+    return f"{where}: the key {key} does not exist; {listed}"

@@ -126,18 +126,18 @@ class TrainerConfig:
     resume: str = setting("auto", path="resume")
     """Start of the run. `auto` continues the run of this name from its newest checkpoint; `never` refuses an existing
     run. A folder or URL of a checkpoint, or of a run, begins a new run with the weights of its actor and critic, and
-    nothing else ([reliability.md](reliability.md#a-new-run-from-a-policy))."""
+    nothing else ([clusters.md](clusters.md#a-new-run-from-a-policy))."""
 
     accept_changed: list[str] = field(default_factory=list)
     """Kinds of files that may have changed since the run began: any of `model`, `prompts` and `code`. With other
-    changes, a run is not continued ([reliability.md](reliability.md#the-same-files))."""
+    changes, a run is not continued ([clusters.md](clusters.md#the-same-files))."""
 
     storage_path: str | None = setting(None, path="files")
     """Folder or URL for checkpoints, which go to `STORAGE_PATH/experiment_name/checkpoints`. Null: the run's folder."""
 
     max_failures: int = setting(3, at_least=-1)
     """Restarts of the train workers without a new checkpoint between them; one more failure ends the run. -1: any
-    number ([reliability.md](reliability.md#restarts-of-the-train-workers))."""
+    number ([clusters.md](clusters.md#restarts-of-the-train-workers))."""
 
     max_nonfinite_steps: int = setting(10, at_least=0)
     """Consecutive optimiser steps that may have a gradient that is not finite. These steps are skipped; one more ends
@@ -158,7 +158,7 @@ class TrainerConfig:
     """Rows in the tracker's table of samples, per validation and per 10 iterations."""
 
     log_traces: int = setting(2, at_least=0, at_most=100)
-    """Rows that MLflow gets as [traces](trace.md#look-at-rows), per iteration and per validation."""
+    """Rows that MLflow gets as [traces](monitoring.md#mlflow), per iteration and per validation."""
 
     weight_bucket_mb: int = setting(64, at_least=1)
     """Size of a weight buffer, in MiB. The next buffer is stored or fetched while one is filled or loaded."""
@@ -206,8 +206,8 @@ class TrainerConfig:
             "one train worker may wait that long while the others wait for it; raise it": (
                 waits.collective <= max(waits.rows, waits.checkpoint)
             ),
-            "{trainer.gpus_per_worker}: Ray could give two of {trainer.num_workers} one GPU, which NCCL refuses; "
-            "set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4": (
+            "{trainer.gpus_per_worker}: Ray could give two of {trainer.num_workers} one GPU, which NCCL refuses; set "
+            "it above 0.5, such as 0.6 with rollout.num_gpus=0.4": (
                 self.use_gpu and self.num_workers > 1 and self.gpus_per_worker <= 0.5
             ),
             "{trainer.weight_transport} needs the Python package nixl on every node: "
@@ -219,14 +219,14 @@ class TrainerConfig:
             sentence = f"{{trainer.weight_transport}} cannot register memory of {variable}={value}"
             table[f"{sentence}; leave one of them out"] = nixl and "expandable_segments:true" in str(value).lower()
         for stage in self.placement:
-            sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
+            sentence = f"trainer.placement.{stage}: this stage does not exist; choose one of {', '.join(PLACED)}"
             table[sentence] = stage not in PLACED
         for kind in self.accept_changed:
-            sentence = f"trainer.accept_changed: {kind} is no kind of files; it may hold {', '.join(FILES)}"
+            sentence = f"trainer.accept_changed: {kind} is not a kind of file; choose from {', '.join(FILES)}"
             table[sentence] = kind not in FILES
         for logger in self.logger:
             package = LOGGERS.get(logger)
-            table[f"trainer.logger: {logger} is not known; it may hold {', '.join(LOGGERS)}"] = package is None
+            table[f"trainer.logger: {logger} is unknown; choose from {', '.join(LOGGERS)}"] = package is None
             sentence = (
                 f"trainer.logger={logger} needs the Python package {package}: pip install 'slipstream-rl[{logger}]'"
             )

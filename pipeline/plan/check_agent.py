@@ -37,7 +37,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from (text for text in found if text not in set(violations(config.agent, "agent.")))
     idle = config.agent.hosts and not any(agent.plays for agent in config.agent.declared().values())
     what = "agent.environment, agent.tools and agent.program"
-    yield from sentences(config, {f"{{agent.hosts}} would hold nothing without {what}; leave it out": idle})
+    yield from sentences(config, {f"{{agent.hosts}} is not used without {what}; leave it out": idle})
     if uses_agent(config):
         yield from sentences(config, _rewards(config))
 
@@ -65,7 +65,7 @@ def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
         )
     for number, tool in enumerate(agent.tools):
         if not isinstance(tool, str):
-            yield f"{key('agent.tools')}[{number}]={tool!r} is no text; write it in quotes, such as 'mcp: COMMAND'"
+            yield f"{key('agent.tools')}[{number}]={tool!r} is not text; write it in quotes, such as 'mcp: COMMAND'"
         elif not (is_spec(tool) or any(form.fullmatch(tool) for form in (_FILE, _MCP))):
             yield (
                 f"{key('agent.tools')}[{number}]={tool!r} is not the name of a tool; write module:function, such as "
@@ -77,10 +77,10 @@ def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
         if not _VARIABLE.fullmatch(variable):
             yield f"{key('agent.env_vars')}: {variable!r} is not the name of an environment variable"
         if not _is_word(value):
-            yield f"{key('agent.env_vars')}.{variable}={value!r} is no text that an environment variable can hold"
+            yield f"{key('agent.env_vars')}.{variable}={value!r} is not text that an environment variable can hold"
     for number, word in enumerate(agent.command):
         if not _is_word(word):
-            yield f"{key('agent.command')}[{number}]={word!r} is no text that a command can hold; write it in quotes"
+            yield f"{key('agent.command')}[{number}]={word!r} is not text that a command can hold; write it in quotes"
 
 
 def _is_word(value: object) -> bool:
@@ -94,7 +94,7 @@ def _rewards(config: Config) -> dict[str, object]:
     own = all(agent.scored_by == "environment" for agent in config.agent.declared().values())
     instead = (
         "does nothing: the environment or the program gives the rewards; set agent.reward=sum to add it to them, "
-        "agent.reward=function to score with it alone, or leave it out"
+        "agent.reward=function to score with it only, or leave it out"
     )
     table: dict[str, object] = {
         f"{{reward.custom_reward_function.path}} {instead}": own and reward.custom_reward_function.path is not None,

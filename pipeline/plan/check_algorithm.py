@@ -53,8 +53,8 @@ def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iter
         if not entry.built_in:
             module = entry.path.partition(":")[0]
             yield (
-                f"{key}={name} is registered in this process alone; give its import path, which every worker can "
-                f"import: {module}:{name}"
+                f"{key}={name} is registered in this process only; give its import path, so every worker can import "
+                f"it: {module}:{name}"
             )
     elif not entry.built_in and any(other.owns(entry.function) for other in others.values()):
         yield f"{key}={name} is registered as another kind of function; see `slipstream docs extending` for both"
@@ -74,14 +74,14 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         "{algorithm.adv_estimator_kwargs}: no built-in estimator reads it; leave it out, or name one of your own": (
             algorithm.adv_estimator_kwargs and estimator.built_in
         ),
-        "{algorithm.turn_gamma} discounts from turn to turn, and rows have one; set it to 1": (
+        "{algorithm.turn_gamma} discounts from turn to turn, but rows have one turn; set it to 1": (
             algorithm.turn_gamma != 1 and not uses_agent(config)
         ),
         f"{{trainer.stream_gradients}} is not possible here: {why}; set it to null": (
             config.trainer.stream_gradients and why
         ),
-        "{trainer.max_log_prob_gap} with {algorithm.max_staleness}: rows of older versions differ from the trainer by "
-        "what it has learnt since; set trainer.max_log_prob_gap=null": (
+        "{trainer.max_log_prob_gap} with {algorithm.max_staleness}: rows of older versions differ from the trainer, "
+        "which has learnt since; set trainer.max_log_prob_gap=null": (
             algorithm.max_staleness > 0 and config.trainer.max_log_prob_gap is not None
         ),
         "{algorithm.adv_estimator} needs algorithm.gdpo_reward_keys, parts that the reward function returns, such as "
@@ -92,16 +92,16 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         "{algorithm.gdpo_reward_weights} must be finite numbers, not all of them 0": (
             gdpo and weights is not None and not (all(map(math.isfinite, weights)) and any(weights))
         ),
-        "{algorithm.gdpo_reward_keys} names a part twice; a weight of 2 does what that would": (
+        "{algorithm.gdpo_reward_keys} names a part twice; give it a larger weight instead": (
             gdpo and len(set(keys)) < len(keys)
         ),
-        "{algorithm.use_kl_in_reward} does nothing with {algorithm.adv_estimator}, which reads parts of the reward and "
-        "not its sum; use actor.use_kl_loss=true instead": gdpo and algorithm.use_kl_in_reward,
-        f"algorithm.adv_estimator={name} reads values and {{critic.enable}}; set critic.enable=null, or take an "
+        "{algorithm.use_kl_in_reward} does nothing with {algorithm.adv_estimator}, which reads the parts of the "
+        "reward, not its sum; use actor.use_kl_loss=true instead": gdpo and algorithm.use_kl_in_reward,
+        f"algorithm.adv_estimator={name} reads values, but {{critic.enable}}; set critic.enable=null, or take an "
         "estimator without values (grpo, rloo, reinforce_plus_plus)": (
             critic.enable is False and "values" in estimator.needs
         ),
-        f"{{critic.warmup}} trains a critic first, and algorithm.adv_estimator={name} has none; set critic.warmup=0": (
+        f"{{critic.warmup}} trains a critic first, but algorithm.adv_estimator={name} has none; set critic.warmup=0": (
             critic.warmup > 0 and not uses_critic(config)
         ),
         "{model.lora.weight_sync} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set "
@@ -147,12 +147,12 @@ def _loss(config: Config) -> dict[str, object]:
         "response of each group; {algorithm.adv_estimator} does not (algorithm=online_dpo sets both)": (
             pairs and estimator.built_in and not estimator.marks_pairs
         ),
-        "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is no loss of pairs; set it to "
+        "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is not a loss of pairs; set it to "
         "online_dpo (algorithm=online_dpo sets both)": estimator.marks_pairs and not pairs,
         "{actor.policy_loss.loss_mode} is a mean over pairs of sums over tokens, and {actor.loss_agg_mode} would weigh "
         "pairs by their length; set it to seq-mean-token-sum": pairs and actor.loss_agg_mode != "seq-mean-token-sum",
         "algorithm.rollout_correction with {actor.policy_loss.loss_mode}: it would weigh or reject one response of a "
-        "pair alone, and pairs may be of any policy; set rollout_is=null and rollout_rs=null": pairs and corrects,
+        "pair without the other; set rollout_is=null and rollout_rs=null": pairs and corrects,
         f"{{actor.{low}}} must be at most 1 with {{actor.policy_loss.loss_mode}}: the lower bound would be 1 - "
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
             actor.clip_low > 1 and loss.clips
@@ -172,11 +172,11 @@ def _reference(config: Config) -> dict[str, object]:
         "reach the train workers; set it to replicas, or use actor.use_kl_loss=true instead": (
             reference.placement == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
         ),
-        f"{offload} is for a reference that is sharded over the train workers, and replicas hold it whole; set "
+        f"{offload} is for a reference sharded over the train workers, but replicas hold it whole; set "
         "scoring.reference.placement=train_workers too, or leave it out": offloads and uses_reference(config),
         f"{offload} with {{model.lora.rank}}: the reference is the policy without its adapters, whose weights "
         "actor.fsdp.offload=all moves; leave it out": offloads and reference_is_base(config),
-        f"{offload} leaves weights in host memory beside a GPU, and {{trainer.use_gpu}}; leave it out": (
+        f"{offload} moves weights from a GPU to host memory, but {{trainer.use_gpu}}; leave it out": (
             offloads and not config.trainer.use_gpu
         ),
     }
@@ -198,8 +198,8 @@ def _correction(config: Config) -> dict[str, object]:
         "before the forward pass that gives them; set one of them to its default": (
             bypass and settings.rollout_is_batch_normalize
         ),
-        f"{prefix}.rollout_is_threshold={high:g} would cap the weight of every token, even where the policies agree "
-        "and it is 1; give 1 or more, or two bounds (in YAML they need quotes: 0.5_2 is the number 0.52 there)": (
+        f"{prefix}.rollout_is_threshold={high:g} would cap the weight of every token, even if the policies agree and "
+        "it is 1; give 1 or more, or two bounds (in YAML they need quotes: 0.5_2 is the number 0.52 there)": (
             weighs and correction.low is None and high < 1
         ),
     }

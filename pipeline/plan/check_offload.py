@@ -19,23 +19,22 @@ def problems(
     """
     offload = "{model.activation_offload}"
     table: dict[str, object] = {
-        f"{offload} moves what gradient checkpointing keeps, and {{model.enable_gradient_checkpointing}}; set it too": (
-            model.activation_offload and not model.enable_gradient_checkpointing
-        ),
-        f"{offload} moves it from a GPU to host memory, and {{trainer.use_gpu}}; leave it out": (
+        f"{offload} moves the layer inputs that checkpointing keeps, but {{model.enable_gradient_checkpointing}}; set "
+        "it too": (model.activation_offload and not model.enable_gradient_checkpointing),
+        f"{offload} moves layer inputs from a GPU to host memory, but {{trainer.use_gpu}}; leave it out": (
             model.activation_offload and not use_gpu
         ),
     }
     for name, (optim, fsdp) in learners.items():
         state, place, small = f"{{{name}optim.name}}", f"{{{name}fsdp.offload}}", optim.name == "adamw_8bit"
         table |= {
-            f"{place} leaves a GPU's training state in host memory, and {{trainer.use_gpu}}; set the first to none": (
+            f"{place} keeps a GPU's training state in host memory, but {{trainer.use_gpu}}; set the first to none": (
                 fsdp.offload != "none" and not use_gpu
             ),
             f"{state} needs the Python package torchao on every node: pip install 'slipstream-rl[torchao]'": (
                 small and importlib.util.find_spec("torchao") is None
             ),
-            f"{state} with {place}: the step of 8-bit state is taken where the state is; use one of them": (
+            f"{state} with {place}: the step of 8-bit state runs on the device that holds the state; use one of them": (
                 small and fsdp.offload != "none"
             ),
         }

@@ -38,15 +38,20 @@ def _functions(reward: RewardConfig) -> Iterator[str]:
     for name, settings in reward.functions.items():
         key = f"reward.functions.{name}"
         if not _NAME.fullmatch(name) or name in TAKEN:
-            yield f"{key}: {name!r} names a column, so it must be letters, digits and _, and none of {', '.join(TAKEN)}"
+            yield (
+                f"{key}: {name!r} names a column, so it must be letters, digits and _, and not one of "
+                f"{', '.join(TAKEN)}"
+            )
         one = FunctionConfig(**settings)
         if not math.isfinite(one.weight) or one.weight == 0:
-            yield f"{key}.weight={one.weight:g} must be a number other than 0; remove the entry if it is not to count"
+            yield (
+                f"{key}.weight={one.weight:g} must be a number other than 0; to leave the reward out, remove the entry"
+            )
         if one.timeout_s is not None and not 0 < one.timeout_s < math.inf:
             yield f"{key}.timeout_s={one.timeout_s:g} must be above 0, or null"
         if one.path is None and (one.batch or one.kwargs):
             inner, instead = ("batch", "rules take one row at a time") if one.batch else ("kwargs", _RULE_OPTIONS)
-            yield f"{key}.{inner} is set and {key}.path is not, so that the rule of the data_source scores: {instead}"
+            yield f"{key}.{inner} is set but {key}.path is not, so the rule of the data_source scores: {instead}"
 
 
 def _rule_kwargs(reward: RewardConfig) -> Iterator[str]:
@@ -79,7 +84,7 @@ def _rate_limit(config: Config) -> Iterator[str]:
     except ValueError:
         return
     if not own:
-        yield "reward.rate_limit is set and there is no function of your own to call; rules are not counted"
+        yield "reward.rate_limit limits functions of your own, but none is set; rules are not counted; leave it out"
         return
     if limits.max_per_minute:
         batch = config.data.train_batch_size

@@ -93,34 +93,34 @@ def _sections(config: Config) -> dict[str, object]:
     adapter = config.model.lora.alone
     engine_kwargs = [name for name in ENGINE_LORA if name in rollout.engine_kwargs]
     return {
-        f"{alone} and {{trainer.weight_transport}}: an adapter is small, and all of it changes; it travels through the "
-        "object store": adapter and trainer.weight_transport != "object_store",
+        f"{alone} and {{trainer.weight_transport}}: an adapter is small and travels through the object store; leave "
+        "trainer.weight_transport out": adapter and trainer.weight_transport != "object_store",
         f"rollout.engine_kwargs.{', '.join(engine_kwargs)} is set by model.lora; leave it out": (
             adapter and engine_kwargs
         ),
         "data.train_files is not set; give the files of the training prompts, or a data.generator": (
             not data.train_files and data.generator is None and engines
         ),
-        "{trainer.test_freq} asks for validation and data.val_files is not set; give files or set test_freq=-1": (
+        "{trainer.test_freq} needs validation prompts, but data.val_files is not set; give files or set test_freq=-1": (
             trainer.test_freq > 0 and not data.val_files and engines
         ),
-        "{rollout.sleep} with {algorithm.max_staleness}: engines that generate ahead are awake while the trainer "
-        "computes; reset one of them": rollout.sleep and algorithm.max_staleness > 0 and engines,
-        "{rollout.min_tokens} is above {data.max_response_length}": rollout.min_tokens > data.max_response_length,
+        "{rollout.sleep} with {algorithm.max_staleness}: engines that generate ahead cannot sleep while the trainer "
+        "computes; set sleep=false or max_staleness=0": rollout.sleep and algorithm.max_staleness > 0 and engines,
+        "{rollout.min_tokens} is above {data.max_response_length}; lower it": rollout.min_tokens
+        > data.max_response_length,
         f"rollout.stop {stop}; it must be a list of texts that end a response": stop,
         f"trainer.storage_path: {scheme}": scheme,
         f"{on} and {{data.recorded_run}}: a replay has only the groups of its recording; set the first to false": (
             groups.enable and not engines
         ),
-        f"{on} compares the responses of a group, and {{rollout.n}}; set n to 2 or more": (
+        f"{on} compares the responses of a group, but {{rollout.n}}; set rollout.n to 2 or more": (
             groups.enable and rollout.n == 1
         ),
-        f"{on} needs a varying number of prompts, and data.generator makes those of an iteration; use one of them": (
+        f"{on} needs a varying number of prompts, but data.generator makes exactly one iteration's; use one of them": (
             groups.enable and data.generator is not None
         ),
-        f"{on} and {{data.sampler}}, which learns from recorded rows: groups that agree are not recorded; use one": (
-            groups.enable and data.sampler == "solve_rate"
-        ),
+        f"{on} and {{data.sampler}}, which learns from recorded rows, but groups with equal rewards are not recorded; "
+        "use one of them": (groups.enable and data.sampler == "solve_rate"),
     }
 
 
@@ -153,7 +153,7 @@ def _prompts(config: Config) -> Iterator[str]:
         "{data.generator} without data.train_files has no epochs to count; set trainer.total_training_steps": (
             only_generated and config.trainer.total_training_steps is None
         ),
-        "{data.sampler} chooses among the prompts of data.train_files, which is not set": (
+        "{data.sampler} chooses among the prompts of data.train_files, which is not set; set data.sampler=uniform": (
             only_generated and data.sampler != "uniform"
         ),
     }
@@ -215,10 +215,10 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
     tokens = most * (prompt + response)
     if most > 1 and tokens > budget and needs_whole_rows(config, learner):
         yield (
-            f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = "
-            f"{most} x ({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward "
-            f"pass, more than {setting}; raise it, or choose a policy loss of single tokens, such as "
-            "vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
+            f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = {most} x "
+            f"({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward pass, more "
+            f"than {setting}; raise it, or choose a policy loss of single tokens, such as vanilla, and a loss_agg_mode "
+            "other than seq-mean-token-mean, such as token-mean"
         )
 
 

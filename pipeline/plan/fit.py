@@ -20,13 +20,13 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
     """Yield one sentence per part of the run that does not fit GPUs of this kind."""
     limit, rollout = FULL * gpu.memory, config.rollout
     engine = rollout.gpu_memory_utilization * gpu.memory
-    most = f"of which an estimate may fill {shown(limit)}"
+    most = f"and an estimate may fill {shown(limit)} of it"
     if config.trainer.use_gpu:
         if memory.train_peak > limit:
             yield f"a train worker needs {shown(memory.train_peak)} of {gpu.words}, {most}"
         elif shares_gpus(config):
             beside = memory.train_idle if rollout.sleep else memory.train_peak
-            when = "between updates" if rollout.sleep else "beside an engine that never sleeps"
+            when = "between updates" if rollout.sleep else "with an engine that never sleeps"
             if beside + engine > limit:
                 yield (
                     f"a train worker {when} and an engine need {shown(beside)} + {shown(engine)} "

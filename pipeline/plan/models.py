@@ -212,6 +212,6 @@ def problems(config: Config) -> Iterator[str]:
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
         key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
         yield (
-            f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
+            f"{key}={tokenizer} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
             "tokenizer.save_pretrained, or set model.tokenizer_path"
         )

@@ -28,8 +28,9 @@ def problems(config: Config) -> Iterator[str]:
         )
     if parallel.sequence > 1 and config.model.attn_implementation != "sdpa":
         yield (
-            f"actor.parallel.sequence={parallel.sequence} divides the heads of model.attn_implementation=sdpa alone, "
-            f"not of {config.model.attn_implementation}; choose sdpa, which takes flash attention's kernel where it is"
+            f"actor.parallel.sequence={parallel.sequence} needs model.attn_implementation=sdpa, not "
+            f"{config.model.attn_implementation}; choose sdpa, which uses the kernel of flash attention if it is "
+            "available"
         )
     if parallel.tensor > 1 and config.model.lora.rank:
         yield (
@@ -57,7 +58,7 @@ def _engines(config: Config) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         if model := read_model(path):
             queries, keys = (model.size(name) for name in HEADS[:2])
-            # Where there are more GPUs than heads of keys, each of these is on several.
+            # With more GPUs than key heads, each head is on several GPUs.
             if queries % parts or (keys % parts and parts % keys):
                 yield (
                     f"rollout.tensor_parallel_size={parts} does not divide num_attention_heads={queries} and "

@@ -157,8 +157,9 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
         wanted = ", ".join(f"{stage.count} x {stage.name} of {describe(stage.needs)}{stage.where}" for stage in stages)
         there = ", ".join(map(str, nodes))
         raise ConfigError(
-            f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
-            f"part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have {there}"
+            f"the nodes have enough CPUs and GPUs in all, but no placement was found for {wanted}: an actor takes its "
+            "CPUs from one node and its part of a GPU from one GPU, on a node with the labels of trainer.placement; "
+            f"the nodes have {there}"
         )
     _check_growth(stages, nodes)
 
@@ -171,14 +172,14 @@ def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
         for count in range(stage.count + 1, stage.most + 1):
             grown = replace(stage, count=count)
             if not place([grown if other is stage else other for other in actors], nodes):
-                # More actors fit on further nodes alone.
+                # More actors need more nodes.
                 break
             if not place([grown if other is stage else other for other in stages], nodes):
                 tasks = " and ".join(task.name for task in stages if task.at_least)
                 key, what = words[stage.name]
                 raise ConfigError(
-                    f"{key}={stage.most}: {count} {what} would take the CPUs of the tasks of {tasks}, "
-                    f"which would wait forever; at most {count - 1} fit beside them"
+                    f"{key}={stage.most}: {count} {what} would take the CPUs of the tasks of {tasks}, which would wait "
+                    f"forever; at most {count - 1} fit with them"
                 )
 
 

@@ -129,7 +129,7 @@ def _layouts(
         "actor.ppo_max_token_len_per_gpu": -(-config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence),
     }
     lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
-    # Engines that generate ahead never sleep, and would slow down the train workers beside them.
+    # Engines that generate ahead never sleep, and would slow down train workers on the same GPUs.
     turns = gpus == 1 or config.algorithm.max_staleness == 0
     for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2

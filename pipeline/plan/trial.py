@@ -1,8 +1,9 @@
 """Trial of the models before anything is started: each is built without memory, from `config.json` and its files'
 headers.
 
-The workers' own loaders are used, so all that they refuse is refused here: incomplete or quantised weights, weights
-that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not read.
+The workers' own loaders are used, so a model that they would refuse is refused here: incomplete or quantised weights,
+weights that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not
+read.
 """
 
 import logging
@@ -120,7 +121,7 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
             )
         if lost:
             yield (
-                f"{key}={path} holds {len(lost)} weights that nothing reads, the first {lost[0]}: the "
+                f"{key}={path} holds {len(lost)} weights that are not read, the first {lost[0]}: the "
                 f"{type(lm).__name__} of its config.json has no place for them"
             )
         _check_tied(lm, weight_files.find_weights(folder).files, f"{key}={path}")
@@ -159,7 +160,7 @@ def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
             found |= {HEAD if name.endswith(HEAD) else "": tensors.get_slice(name)[:COMPARED] for name in names}
     if len(found) == 2 and not torch.equal(*found.values()):
         raise ValueError(
-            f"{model} says tie_word_embeddings in its config.json, and its files hold a {HEAD} with other values than "
+            f"{model} has tie_word_embeddings in its config.json, but its files hold a {HEAD} with other values than "
             "the embedding: an engine would compute with the embedding and the trainer with the head. Set "
             "tie_word_embeddings to false, or delete the head."
         )

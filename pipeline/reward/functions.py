@@ -46,7 +46,7 @@ class Function:
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """List the functions that score every row, in the order of `reward.functions`; empty with a reward model alone."""
+    """List the functions that score rows, in the order of `reward.functions`; none if only a reward model scores."""
     made = []
     for name, settings in config.functions.items():
         one = FunctionConfig(**settings)

@@ -69,7 +69,7 @@ class Agent:
     def _check_client(self) -> None:
         """Refuse places from which a client cannot ask: the endpoint is at 127.0.0.1 of the engine's node."""
         config = self.config
-        what = f"agent.program={config.program} asks by a client of its own, at an address of the engine's own node"
+        what = f"agent.program={config.program} uses its own client, which needs an address on the engine's node"
         if config.hosts:
             raise ValueError(f"{what}; leave agent.hosts out, or write async def run(row, chat)")
         if config.isolation != "none":

@@ -131,8 +131,8 @@ class Rehearsal(Episodes):
             advice = ". A model may write anything, and must not make them raise" if episodes[0].turns else ""
             raise ValueError(
                 f"the episode fails for each of the first {len(prompts)} prompts, with the made-up answer {ANSWER!r}: "
-                f"{episodes[0].error}; nothing could be learnt from such rows. Check agent.environment, agent.tools, "
-                f"agent.program, agent.command{advice}"
+                f"{episodes[0].error}; such rows teach nothing. Check agent.environment, agent.tools, agent.program, "
+                f"agent.command{advice}"
             )
         return episodes
 
@@ -142,7 +142,7 @@ class Rehearsal(Episodes):
         self._answer = self.bridge.answer("", [Call("call00000", name, arguments)])
         [episode] = await self._run(prompt)
         if episode.error:
-            shown = f"the row would be an error: {episode.error}; raise ToolError for what the model has to mend"
+            shown = f"the row would be an error: {episode.error}; raise ToolError for errors that the model can correct"
         else:
             shown = next((repr(m["content"]) for m in episode.messages if m["role"] == "tool"), "no reply")
         return f"made-up call of {name}", f"{arguments} -> {_short(shown)}"

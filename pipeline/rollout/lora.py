@@ -60,11 +60,13 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
             # Without `load_inplace` the engine would go on with the adapter that it has under this id.
             engine.add_lora(LoRARequest(NAME, ID, folder, load_inplace=True))
         except ValueError as error:
-            raise FinalError(f"the engine cannot use the adapter alone: {short_reason(error)}; {REMEDY}") from error
+            raise FinalError(
+                f"the engine cannot use the adapter without the base: {short_reason(error)}; {REMEDY}"
+            ) from error
     if lost := sorted(set().union(*engine.collective_rpc(unread))):
         raise FinalError(
-            f"the engine cannot use the adapter alone: it has no place for the adapters of {len(lost)} layers, the "
-            f"first {lost[0]}; {REMEDY}"
+            f"the engine cannot use the adapter without the base: it has no place for the adapters of {len(lost)} "
+            f"layers, the first {lost[0]}; {REMEDY}"
         )
 
 

@@ -71,7 +71,7 @@ class Rollout:
     """One engine of the pool.
 
     Args:
-        data, model, rollout, agent, trainer: these sections.
+        data, model, rollout, agent, trainer: sections of the settings.
         greedy: whether each training prompt has one more response, a greedy one.
         policy: admits chunks and hands out weights.
         hosts: run the processes of episodes; if there are none, the engine's node runs them.

@@ -72,7 +72,7 @@ def what_remains(place: str) -> str:
     except (OSError, ValueError) as error:
         return f"Which checkpoint remains cannot be read ({error}); the same command continues from the newest one"
     if saved is None:
-        return "There is no checkpoint; the same command begins again"
+        return "No checkpoint was saved; the same command begins again"
     return f"The newest checkpoint is {saved.place}; the same command continues from it"
 
 

@@ -52,7 +52,9 @@ def read_history(path: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line to go on") from error
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-            raise ValueError(f"{path}, line {number} is no object with an `iteration`; remove that line to go on")
+            raise ValueError(
+                f"{path}, line {number} is not an object with an `iteration`; remove that line to continue"
+            )
         records.append({_current(name): value for name, value in record.items()})
     return records
 

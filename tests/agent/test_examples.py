@@ -94,7 +94,7 @@ def test_a_table_that_only_its_tool_can_read(files: Path) -> None:
         assert seen[0] == seen[1] != seen[2]
         for arguments, words in (
             ({"key": 9}, "no such key"),
-            ({"key": "10"}, "must be an integer"),
+            ({"key": "10"}, "'10' is not of type 'integer'"),
             ({}, "is missing"),
         ):
             with pytest.raises(PolicyMistake, match=words):

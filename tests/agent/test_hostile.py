@@ -308,15 +308,18 @@ def test_what_a_tool_says_is_cut_wherever_it_goes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"count": 10**309}, "the argument count of numbers must have numbers of at most 308 digits"),
-        ({"count": 3, "ratio": -(10**400)}, "the argument ratio of numbers must have numbers of at most 308 digits"),
+        ({"count": 10**309}, "the argument count of numbers must have finite numbers of at most 308 digits"),
+        (
+            {"count": 3, "ratio": -(10**400)},
+            "the argument ratio of numbers must have finite numbers of at most 308 digits",
+        ),
         ({"count": 1e300}, ""),
         ({"count": 3.0}, ""),
         ({"count": 10**300, "ratio": 10**300}, ""),
-        ({"count": float("inf")}, "must be an integer, but is inf"),
-        ({"count": True}, "must be an integer, but is True"),
-        ({"self": 1}, "numbers has no argument the text 'self'"),
-        ({"x" * 100_000: 1}, r"numbers has no argument the text 'xxx[x']*\.\.\.;"),
+        ({"count": float("inf")}, "the argument count of numbers must have finite numbers"),
+        ({"count": True}, "True is not of type 'integer'"),
+        ({"self": 1}, "numbers has no argument 'self'"),
+        ({"x" * 100_000: 1}, r"numbers has no argument 'x{79};"),
     ],
 )
 def test_numbers_that_a_policy_writes_are_at_worst_mistakes(arguments: dict[str, Any], words: str) -> None:

@@ -138,7 +138,7 @@ def test_an_unknown_section_of_a_file_names_the_nearest_key(text, right, tmp_pat
 def test_key_that_is_like_no_other_lists_its_section(named):
     named(refusal("algorithm.foo=1"), "algorithm.foo adv_estimator")
     assert "the keys of actor.optim are name, lr, betas" in refusal("actor.optim.foo=1")
-    assert refusal("foo=1").endswith("`slipstream docs configuration` has all")
+    assert refusal("foo=1").endswith("`slipstream docs configuration` lists all keys")
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
         ("actor_rollout_ref.model.lora_rank", "did you mean model.lora.rank?"),
         (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
         (f"{ROLLOUT}.megatron.x", "; of such keys in verl: training uses FSDP2"),
-        ("model.lora.rnk", "there is no key model.lora.rnk; did you mean model.lora.rank?"),
-        ("model.lora.r", "there is no key model.lora.r; the keys of model are path"),
+        ("model.lora.rnk", "the key model.lora.rnk does not exist; did you mean model.lora.rank?"),
+        ("model.lora.r", "the key model.lora.r does not exist; the keys of model are path"),
         ("data.train_bach_size", "did you mean data.train_batch_size?"),
     ],
 )
 def test_a_run_answers_a_key_of_verls_before_it_guesses(key: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no key {key}") as caught:
+    with pytest.raises(ConfigError, match=key) as caught:
         load_config([f"{key}=1"])
     assert part in str(caught.value)

@@ -33,7 +33,7 @@ def test_every_job_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_job_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "a=1"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"slipstream: there is no job '{name}'; ") and hint in captured.err
+    assert captured.err.startswith(f"slipstream: the job '{name}' does not exist; ") and hint in captured.err
     assert captured.out == ""
 
 

@@ -46,13 +46,13 @@ def test_a_terminal_gets_a_pager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_page_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward"]) == 2
-    assert "there is no page 'reward'; did you mean rewards?" in capsys.readouterr().err
+    assert "the page 'reward' does not exist; did you mean rewards?" in capsys.readouterr().err
 
 
 def test_sections_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--search", "SANDBOX", "memory"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("sandbox: ") for line in lines)
+    assert any(line.startswith("rewards: ") for line in lines)
     for line in lines:
         name, heading = line.split(": ")[:2]
         assert f"# {heading}" in files()[name].read_text()

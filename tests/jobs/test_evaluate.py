@@ -67,7 +67,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
     ("settings", "parts"),
     [
         (["data.val_files=null"], ("data.val_files is not set", "data.val_files=FILES")),
-        (["model.path=models/nowhere"], ("model.path=models/nowhere", "there is no folder")),
+        (["model.path=models/nowhere"], ("model.path=models/nowhere", "does not exist")),
         (["rollout.val_kwargs.n=2"], ("rollout.val_kwargs.n=2", "temperature=0")),
         (["--k", "1,2"], ("--k 1,2", "rollout.val_kwargs.n=1")),
         (["trainer.ray_num_cpus=1"], ("rollout.num_engines", "trainer.ray_num_cpus=1")),

@@ -13,7 +13,7 @@ KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = f"{KL} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=512"
 ON_GPUS = "trainer.use_gpu=true rollout.num_gpus=1"
 ONE = "rollout.chunk_prompts=1"
-UNREAD = "set, and read by nothing in this run: "
+UNREAD = "set, but not read in this run: "
 TEN = "trainer.total_training_steps=10"
 VALIDATES = "data.val_files=val.parquet"
 ALONE = (

@@ -12,7 +12,7 @@ from pipeline.config.reward import RateLimitConfig, RewardConfig
 from pipeline.reward import pool, worker
 from pipeline.reward.functions import functions
 from pipeline.reward.stage import Reward
-from pipeline.reward.worker import Call, RewardWorker
+from pipeline.reward.worker import RewardCall, RewardWorker
 from tests.reward.rewards import GOOD, custom, errors, parts, scores, table
 from tests.reward.test_worker import gone
 
@@ -201,11 +201,11 @@ def compute_score(solution_str, **row):
     made = pool.Pool(config)
     (function,) = functions(config)
     monkeypatch.setattr(RewardWorker, "begin", lambda worker, calls: (given.append(len(calls)), begin(worker, calls)))
-    monkeypatch.setattr(Call, "by_rule", True)
+    monkeypatch.setattr(RewardCall, "by_rule", True)
     responses = [str(number) for number in range(200)]
     responses[20:22], responses[120] = ["exit a", "exit b"], "sleep"
     try:
-        answers = made.run([Call(function, [["s", response, None, None]], 1.5) for response in responses])
+        answers = made.run([RewardCall(function, [["s", response, None, None]], 1.5) for response in responses])
     finally:
         made.close()
     for response, ((score, _, error),) in zip(responses, answers, strict=True):

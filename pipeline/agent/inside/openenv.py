@@ -1,14 +1,18 @@
 """Environments that an OpenEnv server plays: `agent.environment=openenv:ws://HOST:PORT`.
 
-Needs the package `websockets` in the interpreter of the episodes; `load.py` imports this where a server is named.
-Each episode has a connection of its own, on which each message gets one answer:
+This module needs the package `websockets` in the interpreter of the episodes; `load.py` imports it if the settings name
+a server. Each episode has its own connection, on which each message gets one answer:
 
     {"type": "reset", "data": {"seed": 7}}          {"type": "observation", "data": {"observation": {...},
     {"type": "step", "data": {"message": "31"}}         "reward": 0.5, "done": false}}
     {"type": "state"}                               {"type": "state", "data": {...}}
     {"type": "close"}
 
-and {"type": "error", "data": {"message": "...", "code": "..."}} where something failed.
+and {"type": "error", "data": {"message": "...", "code": "..."}} if something failed.
+
+The client in the package `openenv` is not used. After a broken connection, version 0.10 connects again and steps in a
+new session without a reset, so rewards are false. It leaves out the `errors` of an answer, which the model reads. Its
+package needs `mcp` below 2.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class OpenEnv(Environment):
     Args:
         url: ws, wss, http or https, without the path `/ws` of the server or with it.
         within_s: seconds in which the server must accept a connection and have room for the episode.
-        observation_field: field of observations that the model reads; None takes the only one (beside `metadata`), or
-            where there are several, all of them as JSON.
+        observation_field: field of observations that the model reads; None takes the only one other than `metadata`; if
+            there are several, all of them as JSON.
         action_field: field of actions that the text of an answer becomes; None takes the answer as the action's JSON.
         reset_kwargs: further arguments of `reset`; those in `extra_info.reset_kwargs` of a row go before them.
 
@@ -66,7 +70,7 @@ class OpenEnv(Environment):
         self._stack = ExitStack()
 
     def check(self) -> None:
-        """Raises ServerFailed where the server does not answer."""
+        """Raises ServerFailed if the server does not answer."""
         self._connect()
         try:
             # A server without room for another episode, or without a state before the first, has answered.
@@ -93,13 +97,11 @@ class OpenEnv(Environment):
 
     def step(self, message: Message) -> Observation:
         field, action = self._action_field, message.text
-        if field is not None:
-            kind, data = self._ask("step", {field: action})
-        else:
-            try:
-                kind, data = self._ask("step", decode(action.encode()))
-            except ValueError as error:
-                return Observation(f"Error: the answer must be a JSON object, but is {error}")
+        try:
+            fields = {field: action} if field is not None else decode(action.encode())
+        except ValueError as error:
+            return Observation(f"Error: the answer must be a JSON object, but is {error}")
+        kind, data = self._ask("step", fields)
         if kind == "error" and data.get("code") == _INVALID:
             problems = _problems(data.get("errors"), field)
             if problems:
@@ -110,10 +112,8 @@ class OpenEnv(Environment):
         """End the episode on the server."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(OSError, WebSocketException):
+            with suppress(OSError, WebSocketException), self._stack:
                 connection.send('{"type": "close"}')
-            with suppress(OSError, WebSocketException):
-                self._stack.close()
 
     def _connect(self) -> None:
         try:
@@ -135,16 +135,18 @@ class OpenEnv(Environment):
     def _ask(
         self, kind: str, data: dict[str, Any] | None = None, within_s: float | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Type and data of the answer to a message.
+        """Send a message; returns type and data of the answer.
 
         Args:
-            within_s: seconds until it must be there; None leaves that to the run.
+            kind: type of the message.
+            data: data of the message.
+            within_s: seconds until the answer must be there; None leaves that to the run.
 
         Raises:
             ServerFailed: there is none.
         """
         assert self._connection is not None
-        # Where the connection is closed, what the server said before is still there.
+        # An answer that came before the connection was closed is still there.
         with suppress(ConnectionClosed):
             self._connection.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
         try:
@@ -170,7 +172,7 @@ class OpenEnv(Environment):
         return Observation(self._text(data.get("observation")), data.get("done", False), data.get("reward"))
 
     def _text(self, observation: Any) -> str:
-        """What the model reads of an observation."""
+        """Return the part of an observation that the model reads."""
         fields = observation
         if isinstance(fields, dict):
             chosen = self._observation_field
@@ -190,7 +192,7 @@ class OpenEnv(Environment):
 
 
 def _problems(errors: Any, field: str | None) -> str:
-    """What is wrong with an action in words for the model; "" where it is not the model that has to mend it."""
+    """Describe the mistakes in an action for the model; "" if the settings are wrong, which the model cannot mend."""
     found = []
     for error in errors if isinstance(errors, list) else []:
         place, words = (error.get("loc"), error.get("msg")) if isinstance(error, dict) else (None, None)

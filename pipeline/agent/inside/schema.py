@@ -1,7 +1,7 @@
-"""Schemas of tools: what the model reads about a function, and whether the arguments that it wrote fit.
+"""Schemas of tools, which the model reads.
 
-Needs Python 3.9 and nothing but the standard library. `schema_of` follows `transformers.utils.get_json_schema`, whose
-form chat templates expect.
+This module needs Python 3.9 and nothing but the standard library. `schema_of` follows
+`transformers.utils.get_json_schema`, whose form chat templates expect.
 """
 
 from __future__ import annotations
@@ -9,21 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_WORDS = {
-    "string": "a text",
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
 _NONE = type(None)
 _UNIONS = (
     typing.Union,
@@ -31,7 +22,6 @@ _UNIONS = (
 )  # the second one is `int | str`, from Python 3.10 on
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)$")
-_MAX_DEPTH = 32
 NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
 """What tools may be called."""
 
@@ -143,127 +133,3 @@ def _type(hint: Any) -> dict[str, Any]:
             union = {"type": sorted(one["type"] for one in made)}
         return {**union, "nullable": True} if _NONE in arguments else union
     raise ValueError(f"{hint!r} is no type that a model can write; use str, int, float, bool, list, dict or Literal")
-
-
-def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call, in words for the model; None if they fit.
-
-    An integer must be one that a float can hold, so that no tool fails because it computes with it.
-
-    Args:
-        schema: as from `schema_of`.
-        arguments: by name.
-    """
-    function = schema["function"]
-    parameters = function.get("parameters") or {}
-    known = parameters.get("properties") or {}
-    names = ", ".join(known) or "none"
-    for name in arguments:
-        if name not in known and not parameters.get("additionalProperties"):
-            return f"{function['name']} has no argument {_shown(name)}; its arguments are: {names}"
-    for name in parameters.get("required") or ():
-        if name not in arguments:
-            return f"the argument {name} of {function['name']} is missing"
-    for name, value in arguments.items():
-        if _is_large(value):
-            problem: str | None = f"must have numbers of at most {sys.float_info.max_10_exp} digits"
-        else:
-            problem = _problem(known.get(name, parameters.get("additionalProperties")), value, _MAX_DEPTH)
-        if problem:
-            return f"the argument {name:.80} of {function['name']} {problem}"
-    return None
-
-
-def whole(schema: Any, value: Any) -> Any:
-    """Arguments that fit a schema, with integers where it says so: a model may write 3.0, which is one in JSON."""
-    if not isinstance(schema, dict):
-        return value
-    if isinstance(value, float) and schema.get("type") == "integer" and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [whole(schema.get("items"), item) for item in value]
-    if isinstance(value, dict):
-        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
-        return {name: whole(known.get(name, others), item) for name, item in value.items()}
-    return value
-
-
-def _is_large(value: Any) -> bool:
-    """Whether there is an integer in a value that no float can hold."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, int) and abs(one) > sys.float_info.max:
-            return True
-        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-    return False
-
-
-def _problem(schema: Any, value: Any, depth: int) -> str | None:
-    """What is wrong with a value, to stand behind its name."""
-    if not isinstance(schema, dict):
-        # True and False are schemas, too.
-        return None
-    if depth == 0:
-        return "is nested too deeply"
-    if value is None and schema.get("nullable"):
-        return None
-    if "enum" in schema and not any(value == one and _kind(value) is _kind(one) for one in schema["enum"]):
-        return f"must be one of {', '.join(map(repr, schema['enum'])):.1000}, but is {_shown(value)}"
-    kinds: Any = schema.get("type")
-    if kinds is not None:
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        if not any(_is(kind, value) for kind in kinds):
-            return f"must be {' or '.join(_WORDS.get(kind, kind) for kind in kinds)}, but is {_shown(value)}"
-    choices = schema.get("anyOf")
-    if choices and all(_problem(choice, value, depth - 1) for choice in choices):
-        return f"is {_shown(value)}, which fits none of the forms in the schema"
-    if isinstance(value, list) and isinstance(schema.get("items"), dict):
-        for index, item in enumerate(value):
-            problem = _problem(schema["items"], item, depth - 1)
-            if problem:
-                return f"at index {index} {problem}"
-    if isinstance(value, dict):
-        return _member_problem(schema, value, depth)
-    return None
-
-
-def _member_problem(schema: dict[str, Any], value: dict[str, Any], depth: int) -> str | None:
-    """What is wrong with the members of an object."""
-    for name in schema.get("required") or ():
-        if name not in value:
-            return f"lacks the member {name}"
-    others = schema.get("additionalProperties")
-    known = schema.get("properties") or {}
-    for name, item in value.items():
-        inner = known.get(name, others if isinstance(others, dict) else {})
-        problem = _problem(inner, item, depth - 1)
-        if problem:
-            return f"at {_shown(name)} {problem}"
-    return None
-
-
-def _kind(value: Any) -> type:
-    """The type of a value in JSON, in which 1 and 1.0 are one number, and `true` is none."""
-    return float if type(value) is int else type(value)
-
-
-def _is(kind: str, value: Any) -> bool:
-    """Whether a value of JSON is of a type of JSON schema."""
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if isinstance(value, int):
-        return kind in ("number", "integer")
-    if isinstance(value, float):
-        return math.isfinite(value) and (kind == "number" or (kind == "integer" and value.is_integer()))
-    return kind == {str: "string", list: "array", dict: "object", _NONE: "null"}[type(value)]
-
-
-def _shown(value: Any) -> str:
-    """A value in a sentence for the model, cut."""
-    try:
-        text = f"the text {value[:80]!r}" if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):
-        # Python writes no integers of thousands of digits.
-        text = "too large to be shown"
-    return text if len(text) <= 80 else text[:77] + "..."

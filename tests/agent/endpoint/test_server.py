@@ -547,5 +547,5 @@ def test_a_function_with_a_client_that_is_refused_at_the_end_gets_nothing(progra
 def test_a_client_without_a_way_to_the_endpoint_is_refused(settings: dict[str, Any], words: str) -> None:
     agent = Agent.__new__(Agent)
     agent.config = AgentConfig(program="a.py:run", **settings)
-    with pytest.raises(ValueError, match=f"agent.program=a.py:run asks by a client of its own, .*{words}"):
+    with pytest.raises(ValueError, match=f"agent.program=a.py:run .*{words}"):
         agent._check_client()

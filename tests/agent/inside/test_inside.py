@@ -14,7 +14,7 @@ FURTHER += [f"pipeline/reward/sandbox/inside/{name}.py" for name in ("__init__",
 PACKAGES = {
     "verl": {"yaml"},
     "openenv": {"websockets"},
-    "mcp_client": {"anyio", "httpx2", "jsonschema", "mcp", "mcp_types"},
+    "mcp_client": {"anyio", "httpx2", "mcp", "mcp_types"},
     "mcp_streams": {"anyio", "mcp_types"},
 }
 """Packages of the files that are imported only if the settings name a server or a YAML file."""

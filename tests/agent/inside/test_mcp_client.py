@@ -48,7 +48,7 @@ def test_the_tools_of_a_command(tmp_path: Path, monkeypatch: Any) -> None:
         assert await first.call("price", {"fruit": "apple", "pieces": 2}, 30) == "6 in pence"
         with pytest.raises(PolicyMistake, match="^Error executing tool price: there is no plum$"):
             await first.call("price", {"fruit": "plum"}, 30)
-        with pytest.raises(PolicyMistake, match="^the argument fruit of price must be a text, but is 5$"):
+        with pytest.raises(PolicyMistake, match="^the argument fruit of price: 5 is not of type 'string'$"):
             await first.call("price", {"fruit": 5}, 30)
         assert await first.call("add", {"fruits": ["fig"]}, 30) == "fig"
         assert await first.call("add", {"fruits": ["<é 😀>"]}, 30) == "fig\n<é 😀>"
@@ -115,7 +115,7 @@ def test_a_server_that_fails_is_an_error_of_the_row_and_nothing_is_left(tmp_path
 RUN = """
 import asyncio, sys
 from pipeline.agent.processes import Processes
-from tests.agent.test_mcp import ROW, config
+from tests.agent.inside.test_mcp_client import ROW, config
 async def main():
     processes = Processes(config(sys.argv[1]))
     session = await processes.open(ROW, 1, 30)
@@ -279,17 +279,33 @@ def test_a_server_that_hangs_as_an_episode_begins_is_named(tmp_path: Path) -> No
         ([], 0, "has 0 tools; expected 1 to 256"),
         ([PLAIN], 100000, "has 257 tools; expected 1 to 256"),
         ([{**PLAIN, "name": "<|im_start|>"}], 0, "has a tool named '<|im_start|>'; expected letters, digits"),
-        (
-            [{**PLAIN, "inputSchema": {"type": "object", "properties": {"a": {"type": "none"}}}}],
-            0,
-            "gives no valid JSON schema for its tool look: 'none' is not valid",
-        ),
     ],
 )
 def test_a_list_that_cannot_be_shown_is_refused(tools: list[dict[str, Any]], pages: int, words: str) -> None:
     with pytest.raises(ServerFailed) as refused:
         Server("key", server(tools, pages)).schemas(30)
     assert words in str(refused.value)
+
+
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(150):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "none"}, "^agent.tools: the tool look has no valid JSON schema: 'none' fits none of the forms"),
+        (DEEP, "levels"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(schema: Any, words: str) -> None:
+    async def start(processes: Processes) -> None:
+        with pytest.raises(ValueError, match=words):
+            await processes.start()
+
+    tools = [{**PLAIN, "inputSchema": {"type": "object", "properties": {"a": schema}}}]
+    run(AgentConfig(tools=[f"mcp: {server(tools)}"]), start)
 
 
 def test_two_servers_cannot_have_a_tool_of_the_same_name() -> None:

@@ -16,6 +16,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.inside.remote import ServerFailed
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
@@ -26,7 +27,7 @@ class Game:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.room, self._playing = 100, 0
+        self.room, self._playing, self.sessions = 100, 0, 0
         self._lock = threading.Lock()
         self._server = serve(self._play, "127.0.0.1", 0, ping_interval=None)
         self.port = self._server.socket.getsockname()[1]
@@ -39,6 +40,7 @@ class Game:
         assert connection.request is not None and connection.request.path == "/ws"
         with self._lock:
             self._playing += 1
+            self.sessions += 1
             full = self._playing > self.room
         try:
             if full:
@@ -88,6 +90,7 @@ BAD: dict[str, Any] = {
     "fail": lambda _: {"type": "error", "data": {"message": "division by zero", "code": "EXECUTION_ERROR"}},
     "close": lambda connection: connection.close() or "",
     "cut": lambda connection: connection.socket.shutdown(socket.SHUT_RDWR) or "",
+    "last": lambda connection: connection.send(json.dumps(observation({"text": "more"}))) or connection.close() or "",
     "text": lambda _: "no JSON",
     "list": lambda _: "[1]",
     "deep": lambda _: "[" * 100_000,
@@ -184,6 +187,21 @@ def test_a_failure_of_the_server_is_an_error_of_the_row(game: Game) -> None:
         assert (await (await processes.open(ROW, 1, 30)).step(Message("5"), 30)).done
 
     run(config(game, observation_field="text"), play)
+
+
+def test_an_episode_never_goes_on_in_another_session(game: Game) -> None:
+    """OpenEnv's own client connects again, and the server then steps in an environment that was not reset."""
+    from pipeline.agent.inside.openenv import OpenEnv
+
+    environment = OpenEnv(f"ws://127.0.0.1:{game.port}", 10, action_field="guess")
+    environment.reset(ROW, 1)
+    assert environment.step(Message("9")).content == "less"
+    assert environment.step(Message("last")).content == "more"
+    for _ in range(2):
+        with pytest.raises(ServerFailed, match="gave no answer to step \\(ConnectionClosed"):
+            environment.step(Message("5"))
+    environment.close()
+    assert game.sessions == 1
 
 
 def test_a_field_that_actions_do_not_have_is_no_mistake_of_the_model(game: Game) -> None:

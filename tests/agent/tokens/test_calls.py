@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent import Call
-from pipeline.agent.inside.schema import mistake
+from pipeline.agent.arguments import mistake
 from pipeline.agent.tokens.bridge import Bridge
 from pipeline.agent.tokens.calls import AnswerParser, why
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer

@@ -200,8 +200,8 @@ REFUSED = [
     ("assert not same(add(40), 41) and True", "a function of the program that decides"),
     ("assert same(x=[add(40), 41]) == True", "a function of the program that decides"),
     ("assert Stack([40]).holds(41)", "a function of the program that decides"),
-    ("assert (add(1) == 2, 'a message')", "a list or tuple whose truth is asked, which always holds"),
-    ("assert not [add(1)]", "a list or tuple whose truth is asked, which always holds"),
+    ("assert (add(1) == 2, 'a message')", "a list or tuple as a condition, which is always true"),
+    ("assert not [add(1)]", "a list or tuple as a condition, which is always true"),
     ("assert add(len(same('a'))) == 2", "an argument that is calculated from a result"),
     # names
     ("assert LIMIT == add(1)", "the name `LIMIT`"),

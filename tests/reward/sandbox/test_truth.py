@@ -57,7 +57,7 @@ def test_all_asserts_of_a_row_share_what_is_read() -> None:
 
 
 def test_one_assert_that_cannot_be_judged_refuses_the_row() -> None:
-    with pytest.raises(ValueError, match=r"\[1\] cannot be judged: `isinstance`.*docs/sandbox\.md") as error:
+    with pytest.raises(ValueError, match=r"\[1\] cannot be judged: `isinstance`.*slipstream docs rewards") as error:
         read(["assert f(1) == 2", "assert isinstance(f(1), int)"])
     assert isinstance(error.value.__cause__, Refused) and error.value.__cause__.form == "`isinstance`"
 
