@@ -1,6 +1,6 @@
 """What is more than a new name for a key: where verl's number counts something else, or its word means something else.
 
-Each rule notes what it changes. `slipstream docs from_verl` describes the general differences.
+Each rule notes what it changes. `slipstream docs coming_from` describes the general differences.
 """
 
 import math
@@ -33,7 +33,7 @@ def words(state: State) -> None:
         if not known:
             state.drop(ours)
             key = ours.replace("actor.", f"{_ACTOR}.")
-            state.leave(key, "there is none of this name; `slipstream docs extending` shows your own", cannot=True)
+            state.leave(key, "there is none of this name; `slipstream docs algorithms` shows your own", cannot=True)
 
 
 def adapters(state: State) -> None:
