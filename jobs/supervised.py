@@ -17,6 +17,7 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs.command import message
 from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
@@ -113,7 +114,7 @@ class Job(Generic[C]):
             config = load(self.schema, argv, self.name)
             metrics = self.run(config)
         except ValueError as error:
-            print(f"{command}: {error}", file=sys.stderr)
+            print(f"{command}: {message(error)}", file=sys.stderr)
             return 2
         except NotStarted as error:
             print(f"{command}: {error}", file=sys.stderr)

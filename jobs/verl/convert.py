@@ -6,10 +6,10 @@ from typing import Any, get_args
 
 import yaml
 
+from jobs.verl.keys import RENAMED, RULED, SECTIONS, reason
 from jobs.verl.launch import Setting
 from jobs.verl.rules import RULES
 from jobs.verl.state import OURS, Left, State
-from pipeline.config.verl_keys import RENAMED, RULED, SECTIONS, reason
 
 _TARGETS = dict(RENAMED)
 _WORDS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
+from jobs.verl.keys import RULED
 from jobs.verl.state import State
-from pipeline.config.verl_keys import RULED
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"

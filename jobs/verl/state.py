@@ -7,11 +7,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.verl.keys import RENAMED
 from jobs.verl.launch import Setting
 from pipeline.config import Config
 from pipeline.config.schema import expected, keys
 from pipeline.config.scoring import ScorerConfig
-from pipeline.config.verl_keys import RENAMED
 from pipeline.derived import scorers
 
 OURS = keys(Config)

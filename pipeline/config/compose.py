@@ -32,7 +32,7 @@ from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
 from pipeline.config.renamed import FORGOTTEN, VALUES
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, expected, keys, unknown, value_of
+from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -46,6 +46,20 @@ _structured: Callable[[type], Any] = cache(OmegaConf.structured)
 
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot be run; the message says which and what to do."""
+
+
+class UnknownKey(ConfigError):
+    """A key that is not declared. The message guesses the key that was meant."""
+
+    def __init__(self, where: str, key: str, message: str) -> None:
+        """
+        Args:
+            where: the file or argument that has the key.
+            key: the dotted key.
+            message: the sentence without its place.
+        """
+        super().__init__(f"{where}: {message}")
+        self.where, self.key = where, key
 
 
 def load_config(
@@ -109,7 +123,7 @@ def load(
     except RecursionError as error:
         raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
+        raise _refusal(error, str(error), schema, folders, overrides) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _restore_tuples(config)
@@ -166,7 +180,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
             if mapping := mappings.key_of(full, valid):
                 raise ConfigError(f"the argument {text!r} sets a section; set {mapping.name}={{NAME: VALUE}} by itself")
             if full not in valid:
-                raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
+                raise _unknown(full, valid, f"the argument {text!r}")
         if key in valid and valid[key].type in (str, str | None) and type(override.value()) in (int, float):
             # Read as a number and made text again, `0.5_2` would be `0.52`.
             text = "{}='{}'".format(*text.split("=", 1))
@@ -218,29 +232,36 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _sentence(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> str:
-    """One sentence for what Hydra or OmegaConf refused."""
+def _unknown(key: str, valid: dict[str, Key], where: str) -> ConfigError:
+    """Return the error for a key that is not in `valid`, found `where`."""
+    if gone := no_longer(key, valid):
+        return ConfigError(f"{where}: {gone}")
+    return UnknownKey(where, key, unknown(key, valid))
+
+
+def _refusal(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> ConfigError:
+    """Return the refusal of Hydra or OmegaConf as an error of one sentence."""
     valid, cause = keys(schema), _cause(error)
     if isinstance(cause, YAMLError):
-        return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
+        return ConfigError(f"a config file is not valid YAML: {' '.join(str(cause).split())}")
     full_key = getattr(cause, "full_key", None) or _value_for_section(message, valid, folders)
     if not full_key or isinstance(cause, InterpolationResolutionError):
-        return f"the config could not be composed: {' '.join(str(cause).split())}"
+        return ConfigError(f"the config could not be composed: {' '.join(str(cause).split())}")
     full_key = str(full_key)
 
     source, value = _source(message, full_key, folders, overrides)
     if isinstance(cause, KeyValidationError):
-        return (
+        return ConfigError(
             f"{source}: a name in {full_key} reads as a number, a truth value or null; names are text: write it in "
             'quotes, such as "2024": 1'
         )
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return unknown(full_key, valid, source)
+        return _unknown(full_key, valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
-    return f"{source}: {key}={value} does not fit; expected {wanted}"
+    return ConfigError(f"{source}: {key}={value} does not fit; expected {wanted}")
 
 
 def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
@@ -324,7 +345,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"
-        raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
+        raise _refusal(error, message, schema, [path.resolve().parent], []) from error
     _restore_tuples(config)
     return typing.cast(T, config)
 

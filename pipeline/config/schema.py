@@ -1,4 +1,4 @@
-"""What settings a tree of dataclasses declares, and which of them a wrong name was meant for."""
+"""The settings that a tree of dataclasses declares, and the setting that a wrong name was meant for."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import verl_keys
 from pipeline.config.renamed import RENAMED
 
 
@@ -88,19 +87,19 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
     return max(close, key=lambda v: last_likeness(v) + likeness(v)) if close else None
 
 
-def unknown(key: str, valid: dict[str, Key], where: str) -> str:
-    """The sentence about a key that is not in `valid`, found `where`: the one meant, or those there are."""
+def no_longer(key: str, valid: dict[str, Key]) -> str | None:
+    """Return the reason if `key` is an old key or a section, and so not a setting; else None."""
     if key in RENAMED:
-        return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
+        return f"the key {key} no longer exists: {RENAMED[key]}"
     inside = [name for name in valid if name.startswith(key + ".")]
-    if inside:
-        return f"{where}: {key} is a section, not a value; its keys are {', '.join(inside)}"
-    if answer := verl_keys.answer(key):
-        return f"{where}: {answer}"
-    guess = nearest(key, valid)
-    if guess:
-        return f"{where}: there is no key {key}; did you mean {guess}?"
+    return f"{key} is a section, not a value; its keys are {', '.join(inside)}" if inside else None
+
+
+def unknown(key: str, valid: dict[str, Key]) -> str:
+    """Return the sentence about a key that is not in `valid`: the key that was meant, or the keys of its section."""
+    if guess := nearest(key, valid):
+        return f"there is no key {key}; did you mean {guess}?"
     section = key.split(".")[0]
     known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
     listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
-    return f"{where}: there is no key {key}; {listed}"
+    return f"there is no key {key}; {listed}"
