@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KINDS = ("again", "plain", "prints", "fails", "files", "globs")
-"""Runs beside the first one, which decides: the same again; unset variables are empty; programs print a number;
+"""Runs after the first one, which decides: the same again; unset variables are empty; programs print a number;
 programs fail; tests of files turn out the other way; patterns of file names match nothing."""
 
 TOOLS = "awk basename bash cat cut date dirname expr grep head mkdir readlink realpath rev sed seq sort tail tr uniq wc"
@@ -116,7 +116,7 @@ class Runs:
             self.variables["HOME"] = ROOT + variables["HOME"]
         self.variables["BASH_ENV"] = f"{here}/.shell"
         self.files = False
-        """Whether tests of files hold."""
+        """True if tests of files hold."""
         self.not_set: dict[str, tuple[int, str]] = {}
         """Variables that are not set, each with the line that reads it and its value in the runs."""
         self.folders: set[str] = set()

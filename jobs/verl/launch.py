@@ -21,7 +21,7 @@ _OTHERS = {
     "eval": "an evaluation, for which there is jobs.evaluate",
     "merge": "an export of checkpoints, for which there is jobs.export",
 }
-"""What other programs of verl do, by a part of their name."""
+"""Purposes of other programs of verl, by a part of their names."""
 
 _FIRST_SETTING = re.compile(r"[+~]{0,2}(actor_rollout_ref|data|critic|algorithm|trainer|reward\w*)\.[\w.]+=")
 _SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
@@ -40,16 +40,16 @@ class Setting:
     """The value as it is written."""
     value: Any = None
     problem: str | None = None
-    """Why the value cannot be converted; None where it is known."""
+    """The reason why the value cannot be converted; None if it can."""
 
 
 @dataclass
 class Settings:
-    """All that verl is given; of equal keys the last one counts."""
+    """All settings that verl is given. The last one of equal keys counts."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     cannot: list[str] = field(default_factory=list)
-    """What may hold settings that are not known."""
+    """Sentences about arguments and files that may hold settings."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, arguments: Iterable[str], unknown: Mapping[str, str] | None = None) -> None:
@@ -122,7 +122,7 @@ def _line(command: Command) -> str:
 
 
 def _program(arguments: list[str]) -> tuple[str, list[str]]:
-    """The Python module that a command runs, and the module's arguments."""
+    """Return the Python module that a command runs, and the module's arguments."""
     for place, argument in enumerate(arguments):
         if argument == "-m" and place + 1 < len(arguments):
             return arguments[place + 1], arguments[place + 2 :]
@@ -132,7 +132,7 @@ def _program(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def refusal(program: str, name: str = "") -> str:
-    """Why a program of verl's is not converted; `name` is what the command begins with."""
+    """Return the reason why a program of verl's is not converted; `name` is the first word of the command."""
     if _PPO.fullmatch(program):
         return ""
     if not program:
@@ -164,7 +164,7 @@ def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem:
 
 
 def _levels(text: str) -> int:
-    """Levels of lists and dicts, which are counted before Hydra's parser takes seconds for thousands of them."""
+    """Count levels of lists and dicts. Hydra's parser would take seconds for thousands of them."""
     level = most = 0
     for letter in text:
         level += (letter in "[{") - (letter in "]}")

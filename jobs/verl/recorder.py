@@ -72,10 +72,10 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
     Args:
         scripts: texts by absolute path.
         variables: the environment, with PWD.
-        bare: run them with limits alone on a machine that allows no sandbox.
+        bare: run them only with limits if this machine allows no sandbox.
 
     Raises:
-        ScriptError: there is no sandbox, a limit is passed, or the scripts only fail.
+        ScriptError: the sandbox does not work, a limit is passed, or the scripts only fail.
     """
     job = {"scripts": list(scripts.items()), "variables": dict(variables), "work": variables["PWD"], "now": time.time()}
     outcome = _outcome(json.dumps(job), bare)
@@ -187,7 +187,7 @@ def _reason(kind: str, recording: Recording, earlier: list[Command], not_set: Ma
 
 
 def _captured(recording: Recording, command: Command) -> bool:
-    """Whether the script reads what a command prints, by the text of its line."""
+    """Return True if the script reads the output of a command, by the text of its line."""
     line = "".join(recording.text.splitlines()[max(command.line - 1, 0) : command.line])
     return re.search(r"(?:\$\(|`)[^)`]*" + re.escape(command.arguments[0]), line) is not None
 
