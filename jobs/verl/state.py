@@ -44,7 +44,7 @@ class State:
         self.defaults: set[str] = set()
         """Our keys that hold a default of verl's, because it differs from our default."""
         self.reasons: dict[str, tuple[str, bool]] = {}
-        """Keys of verl that are not converted, each with its reason, and True if its loss changes what the run means."""
+        """Keys of verl that are not converted, each with its reason and True if its loss changes the run."""
         self.converted: list[str] = []
         """verl's keys that were converted, once all rules were applied."""
         self.left: list[Left] = []
