@@ -19,7 +19,7 @@ ENV ACCELERATOR=${ACCELERATOR} \
 WORKDIR /opt/slipstream
 
 # What the installation reads, and no more: another line of code does not install the packages anew.
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE slipstream.py ./
 COPY requirements requirements
 COPY configs/__init__.py configs/
 COPY jobs/__init__.py jobs/

@@ -49,7 +49,7 @@ from pipeline.agent import Environment, Observation
 class Ready(Environment):
     """Replies the same to every answer."""
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.pause_s = float(row["extra_info"].get("pause_s", 0))
 
     def step(self, message):

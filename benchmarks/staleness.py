@@ -27,7 +27,6 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -38,18 +37,12 @@ from rich.console import Console
 
 from benchmarks.command import call
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
+from jobs.demo import Demo, Failed
 from pipeline.config import load_config
 from pipeline.run.signals import stops
 from pipeline.track.history import write_atomically
 
-PUZZLES = "--template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000"
-SFT_DATA = "--sft 23000 --sft-test 400 --sft-solution answer"
-SFT = (
-    "data.train_batch_size=64 trainer.total_training_steps=400 trainer.num_workers=2 "
-    "optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 optim.betas=[0.9,0.98]"
-)
-"""Puzzles and warm start of `make demo`."""
-INPUT_SEED = "1"
+INPUT_SEED = 1
 VALIDATIONS = 8
 """Validations of a run, in addition to the one before training."""
 
@@ -108,23 +101,11 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     """Make puzzles and a model that knows their wording, in folders of `folder`, unless they exist.
 
     Raises:
-        subprocess.CalledProcessError: puzzles or model could not be made.
+        Failed: puzzles or model could not be made.
     """
-    data, tiny, model = folder / "data", folder / "tiny", folder / "model"
-    steps = (
-        (data / "test.parquet", f"jobs.prepare countdown --out {data} {PUZZLES} {SFT_DATA} --seed {INPUT_SEED}"),
-        (tiny / "config.json", f"jobs.tiny --out {tiny} --data {data}/sft_train.parquet --seed {INPUT_SEED}"),
-        (
-            model / "config.json",
-            f"jobs.sft out={model} model.path={tiny} data.train_files={data}/sft_train.parquet "
-            f"data.val_files={data}/sft_test.parquet trainer.seed={INPUT_SEED} {SFT}",
-        ),
-    )
-    for made, command in steps:
-        if not made.is_file():
-            print(f"making {made.parent}", flush=True)
-            subprocess.run([sys.executable, "-m", *command.split()], check=True)
-    return data, model
+    demo = Demo("countdown", INPUT_SEED, folder / "data", folder / "tiny", folder / "model")
+    demo.make_model()
+    return demo.data, demo.warm
 
 
 def claim(out: Path, shared: Sequence[str]) -> None:
@@ -253,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with stops():
             return measure(args)
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+    except (ValueError, OSError, Failed) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

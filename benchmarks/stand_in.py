@@ -21,7 +21,7 @@ import ray
 from ray.data import Dataset
 
 from pipeline import rows, stream
-from pipeline.agent.hosts import Hosts
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig

@@ -8,6 +8,7 @@ import sys
 from jobs.entry import command
 
 JOBS = {
+    "demo": "train a tiny model on two CPU cores, from an empty folder",
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
@@ -21,7 +22,7 @@ JOBS = {
     "prepare": "write a data set as parquet files of prompts",
     "tiny": "make a tiny random model with its tokenizer",
     "from_verl": "translate a verl script into a configuration",
-    "docs_configuration": "write docs/configuration.md",
+    "docs": "read the pages, the examples and the manifests",
 }
 """The jobs with their descriptions."""
 
@@ -41,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     if job not in JOBS:
         nearest = difflib.get_close_matches(job, JOBS, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}?" if nearest else "slipstream --help lists them"
-        print(f"slipstream: there is no job {name!r}; {hint}", file=sys.stderr)
+        print(f"slipstream: the job {name!r} does not exist; {hint}", file=sys.stderr)
         return 2
-    # `python -m` finds modules in the current folder, such as a reward function.
+    # A module in the current folder, such as a reward function, is found like an installed one, but after those.
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     module = importlib.import_module("jobs.prepare.__main__" if job == "prepare" else f"jobs.{job}")
     return int(module.main(others) or 0)
 

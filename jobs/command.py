@@ -1,7 +1,9 @@
 """The common parts of the jobs' command lines: options for settings, errors as one sentence, exit codes."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,12 +17,22 @@ CONTINUES = "interrupted; the same command continues"
 """The message of an interrupted command that has no other message."""
 
 
+def called(job: str) -> list[str]:
+    """Return the words that start a job: `slipstream JOB` if this process was started so, else `python -m jobs.JOB`."""
+    return as_called(f"python -m jobs.{job}").split()
+
+
+def as_called(text: str) -> str:
+    """Replace each `python -m jobs.JOB` in `text` by `slipstream JOB` if this process was started so."""
+    return text.replace("python -m jobs.", "slipstream ") if Path(sys.argv[0]).stem == "slipstream" else text
+
+
 def new_parser(job: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Make the parser of `python -m jobs.JOB`."""
+    """Make the parser of a job, in whose texts a command stands as `python -m jobs.JOB`."""
     return argparse.ArgumentParser(
-        prog=f"python -m jobs.{job}",
+        prog=" ".join(called(job)),
         description=description,
-        epilog=epilog,
+        epilog=epilog and as_called(epilog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -29,9 +29,10 @@ FLUSH_S = 30.0
 """Longest wait at the end for slow trackers."""
 EPILOG = """\
 settings:
-  key=value pairs as for jobs.train (docs/configuration.md). An evaluation reads data.val_files and other data.* keys,
-  model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, the rollout.* keys of the engines, and reward.*. With
-  --run they are laid over the settings of the run. Training prompts are not needed. See docs/evaluate.md.
+  key=value pairs as for jobs.train (`slipstream docs configuration`). An evaluation reads data.val_files and other
+  data.* keys, model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, the rollout.* keys of the engines, and
+  reward.*. With --run they are laid over the settings of the run. Training prompts are not needed. See
+  `slipstream docs after_training`.
 
 examples:
   python -m jobs.evaluate --run runs/countdown-cpu

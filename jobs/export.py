@@ -35,7 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_choice(parser)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as trained)")
     add("--critic", action="store_true", help="export the critic, for token classification with one label")
-    add("--adapter", action="store_true", help="export the adapter alone (model.lora), as peft and vLLM read it")
+    add("--adapter", action="store_true", help="export only the adapter (model.lora), in the format of peft and vLLM")
     add("--base", metavar="MODEL", help="the model that the run started from, if it has moved since")
     add("--register", metavar="NAME", help="make it a new version of this registered model in the run's MLflow")
     add("--alias", metavar="ALIAS", help="alias of the new version, such as champion; needs --register")
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> None:
     if options.alias and not options.register:
         raise ValueError("--alias names a version of a registered model; give --register NAME as well")
     if options.adapter and (options.critic or options.register):
-        raise ValueError("--adapter writes the policy's adapter, which is no model of its own to register; leave out "
-                         "--critic and --register")  # fmt: skip
+        raise ValueError("--adapter writes the policy's adapter, which cannot be registered without its base; leave "
+                         "out --critic and --register")  # fmt: skip
     if options.lowest and not options.best:
-        raise ValueError("--lowest says how --best chooses; give --best METRIC as well")
+        raise ValueError("--lowest is an option of --best; give --best METRIC as well")
     from pipeline.export.choose import choose
     from pipeline.export.registry import connect, register
 

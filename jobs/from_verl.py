@@ -3,7 +3,7 @@
     python -m jobs.from_verl run_qwen2_7b.sh --out configs/experiment/qwen2_7b.yaml
     python -m jobs.train --dry-run experiment=qwen2_7b
 
-The script runs in a sandbox, with recorders in place of programs. See docs/from_verl.md.
+The script runs in a sandbox, with recorders in place of programs. See `slipstream docs from_verl`.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from jobs.command import new_parser
+from jobs.command import called, new_parser
 from jobs.entry import command
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal
@@ -141,8 +141,8 @@ def _script(source: str) -> str:
 def render(conversion: State, source: str, out: Path | None = None) -> str:
     """Format the experiment as YAML, with the report as comments."""
     name = out.stem if out else "NAME"
-    lines = [f"Converted by python -m jobs.from_verl from {source}. As DIR/experiment/{name}.yaml it is run by"]
-    lines += [f"  python -m jobs.train --config-dir DIR experiment={name}", *report(conversion)]
+    lines = [f"Converted by {' '.join(called('from_verl'))} from {source}. As DIR/experiment/{name}.yaml it is run by"]
+    lines += [f"  {' '.join(called('train'))} --config-dir DIR experiment={name}", *report(conversion)]
     if conversion.defaults:
         lines.append(f"verl's defaults, which differ from ours: {', '.join(sorted(conversion.defaults))}")
     text = "# @package _global_\n" + "".join(f"{part}\n" for line in lines for part in _comment(line))
@@ -215,7 +215,7 @@ def report(conversion: State) -> Iterator[str]:
             yield f"{title} ({len(lines)}):"
             yield from (f"  {plain(line)}" for line in lines)
     if conversion.notes:
-        yield f"different here ({len(conversion.notes)}; see docs/from_verl.md):"
+        yield f"different here ({len(conversion.notes)}; see `slipstream docs from_verl`):"
         yield from (f"  {plain(note)}" for note in conversion.notes)
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from jobs.command import CONTINUES, add_settings, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, called, exit_code, new_parser
 from jobs.entry import command
 from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
@@ -15,7 +15,7 @@ from pipeline.run.versions import check_versions
 EPILOG = """\
 settings:
   key=value pairs as of python -m jobs.train, laid over those of the run that was recorded (RUN_DIR/config.yaml); see
-  docs/replay.md for those that a replay does not take.
+  `slipstream docs after_training` for those that a replay does not take.
 
 examples:
   python -m jobs.replay runs/mine
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         check_versions()
         config = replay_config(options.run_dir, options.iterations, options.settings, options.config_dir)
-        return train(config, options.dry_run, ["python", "-m", "jobs.replay", *given])
+        return train(config, options.dry_run, [*called("replay"), *given])
 
     return exit_code(run, interrupted=CONTINUES)
 

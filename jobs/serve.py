@@ -60,7 +60,7 @@ class Options(ServeOptions):
 
 def parse(arguments: list[str] | None = None) -> Options:
     """Parse the options in `arguments`; `Options` has the defaults."""
-    about = "Serve a language model with Ray Serve and vLLM behind the OpenAI chat and completions API."
+    about = "Serve a language model with Ray Serve and vLLM through the OpenAI chat and completions API."
     parser = new_parser("serve", about, EPILOG)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder or one of its checkpoints, a Hugging "
         "Face folder or Hub name, or models:/NAME@ALIAS of MLflow")  # fmt: skip
@@ -80,8 +80,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--num-gpus", type=float, metavar="N", help="GPUs of a replica: a fraction, one, or several for tensor "
         "parallelism (default: as the run's engines, or 0)")  # fmt: skip
     add = parser.add_argument_group("engine").add_argument
-    add("--max-tokens", type=int, metavar="N", help="most tokens of an answer where a request does not say (default: "
-        "the run's data.max_response_length)")  # fmt: skip
+    add("--max-tokens", type=int, metavar="N", help="most tokens of an answer if a request sets no limit (default: "
+                                                    "the run's data.max_response_length)")  # fmt: skip
     add("--tool-parser", metavar="NAME", help="what reads calls of tools: auto finds it by the model's chat template, "
         "NAME is a parser of vLLM's, and with none requests with tools are refused (default: the run's agent.parser; "
         "without episodes none)")  # fmt: skip
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         for note in (*model.notes, *notes_on_files(model)):
             print(note)
         if key is None and options.host not in LOOPBACK:
-            print(f"everybody who can reach {options.host} can use the model; --api-key-env asks for a key")
+            print(f"everybody who can reach {options.host} can use the model; set --api-key-env to require a key")
         return run(model, options, key)
 
     return exit_code(start, failed=(OSError, RuntimeError), interrupted="interrupted before the model was ready")
@@ -160,7 +160,7 @@ def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
     try:
         ends = find_model_ends(model, options)
     except ValueError as error:
-        return f"where answers end is known to the replicas alone: {error}"
+        return f"only the replicas know the ends of answers: {error}"
     if not ends.missing or "generation_config" in dict(options.engine):
         return ends.line
     if os.environ.get("RAY_ADDRESS"):

@@ -17,10 +17,11 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from jobs.command import message
+from jobs.command import as_called, called, message
 from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.described import default, descriptions
 from pipeline.config.paths import check_out
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
@@ -106,7 +107,7 @@ class Job(Generic[C]):
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
-        command = f"python -m jobs.{self.name}"
+        command = " ".join(called(self.name))
         if {"-h", "--help"} & set(argv):
             print(self.help())
             return 0
@@ -132,9 +133,7 @@ class Job(Generic[C]):
 
     def help(self) -> str:
         """Format the command's description and all its settings."""
-        from jobs.docs_configuration import default, descriptions
-
-        lines = [self.about.strip(), "", "settings:"]
+        lines = [as_called(self.about.strip()), "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")
             plain = default(key).replace("`", "")
@@ -226,7 +225,7 @@ class Job(Generic[C]):
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
-            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"
             print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)

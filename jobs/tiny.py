@@ -28,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from jobs.command import called
 from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
@@ -195,7 +196,7 @@ def make(args: argparse.Namespace) -> str:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
-    parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
+    parser = Parser(prog=" ".join(called("tiny")), description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
     out_help = "folder for model and tokenizer; new or empty"

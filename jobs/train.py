@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, called, complain, exit_code, new_parser
 from jobs.entry import command
 from pipeline.config import Config, ConfigError, load_config, to_flat
 from pipeline.config.places import name_from_root
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 settings:
   key=value pairs in Hydra's grammar, laid over configs/train.yaml, the chosen experiment and the chosen algorithm;
-  all keys with their meaning stand in docs/configuration.md, all algorithms in docs/algorithms.md.
+  `slipstream docs configuration` describes all keys, `slipstream docs algorithms` all algorithms.
 
 examples:
   python -m jobs.train --dry-run experiment=countdown_cpu
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.settings, config_dir=options.config_dir)
         if options.gpus is not None and not options.dry_run:
             raise ValueError("--gpus suggests settings and starts nothing; add --dry-run")
-        return train(config, options.dry_run, ["python", "-m", "jobs.train", *given], options.gpus)
+        return train(config, options.dry_run, [*called("train"), *given], options.gpus)
 
     return exit_code(run, interrupted=CONTINUES)
 

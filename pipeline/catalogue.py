@@ -17,20 +17,21 @@ class PolicyLoss(Entry):
     """One value of `actor.policy_loss.loss_mode`."""
 
     ratio: Literal["token", "sequence", "none"] | None = None
-    """Whose probability ratio to the old policy weighs the tokens; None if a function of the user does not state it."""
+    """Probability ratio to the old policy that weighs the tokens: of the `token`, of the `sequence`, or `none`; None if
+    a user's function does not state it."""
     clips: bool = False
-    """The ratio is held above 1 - `actor.clip_ratio_low`."""
+    """True if the ratio is clipped below at 1 - `actor.clip_ratio_low`."""
     truncates: bool = False
-    """The ratio is truncated at `actor.clip_ratio_c` for advantages of any sign."""
+    """True if the ratio is truncated at `actor.clip_ratio_c` for advantages of any sign."""
     reads: tuple[str, ...] = ()
-    """Keys of `actor.policy_loss` that it reads. Those with the default null must be set."""
+    """Keys of `actor.policy_loss` that the loss reads. Those with the default null must be set."""
     zero_without_advantage: bool = False
-    """Rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
+    """True if rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
     per_token: bool = False
-    """A token's loss depends on no other token, so the contexts of a row may pass through the model apart."""
+    """True if a token's loss depends on no other token, so the contexts of a row may be in different passes."""
     of_pairs: bool = False
-    """It compares the response of advantage above 0 with the response of advantage below 0 of each group. Other rows do
-    not train; it reads `pair_margin`, and so the reference."""
+    """True if the loss compares two responses of each group: one with an advantage above 0, one with an advantage below
+    0. Other rows do not train. The loss reads `pair_margin`, and so the reference."""
     token_mask_fn: Callable[..., Any] | str | None = None
     """Function, or its import path, that chooses tokens from the whole mini-batch; see `losses.TokenMaskFunction`."""
 
@@ -50,16 +51,17 @@ class Estimator(Entry):
     """One value of `algorithm.adv_estimator`."""
 
     scope: str = "group"
-    """Rows that it must see at once: `group`, the samples of one prompt, or `batch`, all rows of an iteration."""
+    """Rows that the estimator needs together: `group`, the samples of one prompt, or `batch`, all rows of an
+    iteration."""
     needs: tuple[str, ...] = ()
-    """The inputs out of `NEEDS` that it reads."""
+    """Inputs from `NEEDS` that the estimator reads."""
     compares: Literal["responses", "turns", "places", "trained places"] | None = None
-    """Parts of a response that it compares with other responses of the group: the whole, its turns, or tokens at one
-    place, counted with or without the tokens of tools. None if it compares nothing."""
+    """Parts of a response that are compared with other responses of the group: whole responses, turns, or tokens at the
+    same position, counted with or without the tokens of tools. None if nothing is compared."""
     reads: tuple[str, ...] = ()
-    """Keys of `algorithm` that it reads."""
+    """Keys of `algorithm` that the estimator reads."""
     marks_pairs: bool = False
-    """It marks the two responses of each group that a loss of pairs compares."""
+    """True if the estimator marks the two responses of each group that a loss of pairs compares."""
 
     def __post_init__(self) -> None:
         if self.scope not in ("group", "batch"):

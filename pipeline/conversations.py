@@ -48,7 +48,7 @@ def read_messages(value: Any, place: str) -> Messages:
 
 def _message(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {value!r:.80} where {{role, content}} is needed")
+        raise ValueError(f"{place} is {value!r:.80} instead of {{role, content}}")
     message = {name: field for name, field in value.items() if field is not None}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{place} has no role that is text: {message!r:.200}; write {{role, content}}")

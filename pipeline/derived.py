@@ -67,9 +67,9 @@ def shards_reference(config: Config) -> bool:
 
 
 def _in_train_workers(config: Config) -> bool:
-    where = config.scoring.reference.where
-    if where is not None:
-        return where == TRAIN_WORKERS
+    placement = config.scoring.reference.placement
+    if placement is not None:
+        return placement == TRAIN_WORKERS
     # A KL in the reward is needed before rows reach the train workers.
     return _has_base(config) and not config.algorithm.use_kl_in_reward
 

@@ -6,16 +6,17 @@ from collections.abc import Iterable
 
 
 class FinalError(RuntimeError):
-    """An error that a restart from the last checkpoint would only repeat. The run ends at once, even if
+    """Error that would return after a restart from the last checkpoint. It ends the run at once, even if
     `trainer.max_failures` allows restarts."""
 
 
 class PeerDied(ConnectionError):
-    """Another process of the run cannot be reached, most likely because it has died; a restart helps."""
+    """Error of a connection to another process of the run, which most likely has died; a restart helps."""
 
 
 class NotStarted(RuntimeError):
-    """Ray did not start or could not be joined; the message has the reason and a remedy. Nothing has been changed."""
+    """Error of a Ray that did not start or could not be joined. The message has the reason and a remedy. Nothing has
+    changed."""
 
 
 def short_reason(error: BaseException) -> str:

@@ -28,7 +28,7 @@ except ImportError:
 
 
 class ShortWaits(ExecutionCallback):
-    """Sets the timeout in the process that executes the stream."""
+    """Callback that sets the timeout in the process that executes the stream."""
 
     def __init__(self) -> None:
         self._moved = 0
@@ -46,7 +46,7 @@ class ShortWaits(ExecutionCallback):
 
 
 def shorten_waits(context: DataContext) -> None:
-    """Have the streams of `context` look for finished tasks more often."""
+    """Make the streams of `context` check for finished tasks more often."""
     callbacks = getattr(context, "custom_execution_callback_classes", None)
     if callbacks is None or not hasattr(streaming_executor_state, CONSTANT):
         print(f"this version of Ray Data has no {CONSTANT}: each iteration takes about 0.5 s longer", file=sys.stderr)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 SHORT = (5, 17)
-"""Tokens of the prompts that every model gets."""
+"""Lengths of the short prompts that every model gets, in tokens."""
 RESPONSE = 12
-"""Tokens of a response."""
+"""Length of a response in tokens."""
 SAMPLES, ROUNDED_SAMPLES = 2, 8
-"""Responses to a prompt, which share it, if both compute in float32 and otherwise: rounding shows its size only in many
-tokens."""
+"""Numbers of responses to a shared prompt: the first if engine and trainer compute in float32, else the second, because
+only many tokens show the size of rounding."""
 BEYOND = 8
-"""Tokens of a long row beyond a border."""
+"""Tokens by which a long row passes a border."""
 BORDER = re.compile(
     r"window(_size)?$|chunk_size$|local_attention$|original_max_position|max_position_embeddings$|floor_scale$"
 )
@@ -67,7 +67,7 @@ class GreetingPlan:
 
 
 def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]]:
-    """Return lengths at which the model of a configuration computes something else, and the numbers that name them."""
+    """Return the lengths at which a model's computation changes, each with the name in its configuration."""
     found = []
     for name, value in settings.items():
         if isinstance(value, Mapping) and depth:

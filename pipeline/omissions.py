@@ -61,7 +61,7 @@ class Omissions:
                 if left_out and said:
                     raise ValueError(
                         f"{place}: the model's chat template leaves out `{name}` of message {number} (role {role}), "
-                        f"which is {value!r:.80}; remove it, move its text to where the template reads it, or "
+                        f"which is {value!r:.80}; remove it, move its text to a place that the template reads, or "
                         f"{remedy('writes it')}"
                     )
                 if left_out:

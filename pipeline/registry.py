@@ -1,4 +1,4 @@
-"""Functions and classes that a setting chooses: built-in ones by name, a user's own by import path."""
+"""Functions and classes that a setting chooses: built-in ones by name, a user's by import path."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ class Entry:
 
     name: str
     source: Callable[..., Any] | str
-    """The function of the user, or the import path of a built-in one, which is loaded when it is first used."""
+    """Function of the user, or import path of a built-in one, which is imported at first use."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ class Entry:
 
     @property
     def built_in(self) -> bool:
-        """Whether the function comes with the library."""
+        """True if the function comes with the library."""
         return isinstance(self.source, str)
 
     @property
@@ -33,7 +33,7 @@ class Entry:
         return self.source if isinstance(self.source, str) else _path(self.source)
 
     def owns(self, function: Callable[..., Any]) -> bool:
-        """Whether the entry is for this function; loads nothing."""
+        """Return True if the entry is for this function. Imports nothing."""
         return self.source is function or (self.built_in and self.source == _path(function))
 
 
@@ -42,7 +42,7 @@ def _path(function: Callable[..., Any]) -> str:
 
 
 def resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return the function that a built-in import path stands for; a function as it is."""
+    """Return the function at a built-in import path. A function is returned unchanged."""
     if not isinstance(source, str):
         return source
     code, name = imports.split(source)
@@ -56,7 +56,8 @@ T = TypeVar("T", bound=Entry)
 def register(kind: str, known: dict[str, T], entry: T) -> None:
     """Add an entry to the registry `known` of `kind`, such as "policy loss".
 
-    Raises ValueError if the name belongs to another function.
+    Raises:
+        ValueError: the name belongs to another function.
     """
     if entry.name in known and not known[entry.name].owns(entry.function):
         raise ValueError(f"{kind} {entry.name!r} is registered twice; give the second one another name")
@@ -75,15 +76,15 @@ def look_up(
 
     Args:
         key: dotted name of the setting, for errors.
-        name: a key of `known`, or an import path `package.module:name` of a function, or of a name that the module
-            registers.
+        name: a key of `known`, or an import path `package.module:name` of a function or of a registered name.
         known: the registry.
-        unregistered: makes an entry of an import path and a function that is not registered.
-        arguments: positional arguments that the function is called with.
+        unregistered: makes an entry from an import path and a function that is not registered.
+        arguments: names of the positional arguments that the function must accept.
 
     Raises:
-        ValueError: the name is unknown (the error gives the nearest one), or the import path leads to no function with
-            these arguments.
+        ValueError: the name is unknown (the error gives the nearest one), or the import path does not lead to a
+            function
+            with these arguments.
     """
     if ":" in name:
         return _imported(key, name, known, unregistered, arguments)

@@ -52,7 +52,7 @@ def _columns(table: str) -> pa.Schema:
 
 
 PROMPT = _columns("""
-split | string | prompts | all | `train`, `val`, or `baseline` (a greedy response beside the group, until it is scored)
+split | string | prompts | all | `train`, `val`, or `baseline` (a greedy response for a baseline, until it is scored)
 chunk | int64 | prompts | rollout, filter, track | chunk that was admitted, from 0; -1 for val
 iteration | int64 | prompts, filter | all | iteration that trains the row (null before the filter); val: policy version
 uid | string | prompts | advantage | group: the same for all samples of one prompt visit
@@ -64,13 +64,13 @@ prompt | string | prompts | track | chat messages as JSON
 prompt_ids | ints | prompts | rollout, train | prompt tokens after the chat template
 ground_truth | string | prompts | reward | `reward_model.ground_truth` as JSON
 extra_info | string | prompts | reward | `extra_info` as JSON
-agent_name | string | prompts | rollout, reward | which of `agent.named` plays the row; null: the section `agent`
+agent_name | string | prompts | rollout, reward | the row's agent in `agent.named`; null: the section `agent`
 """)
 
 ROLLOUT = _columns("""
 sample | int32 | rollout | track | number of the sample in its group, from 0
 response_ids | ints | rollout | reward, train | generated tokens, end-of-sequence included
-response_mask | mask | rollout | advantage, train | 1 where the policy wrote the token, else 0 (tools, environments)
+response_mask | mask | rollout | advantage, train | 1 if the policy wrote the token, else 0 (tools, environments)
 rollout_log_probs | floats | rollout | train | log-prob the engine sampled each token with
 response | string | rollout | reward, track | decoded response, special tokens left out
 finish_reason | string | rollout | metrics | `stop`, `length`, or `abort`
@@ -84,8 +84,8 @@ load_s | float32 | rollout | metrics | seconds from admission to loaded weights
 AGENT = _columns("""
 contexts | contexts | rollout | reference, value, policy, train | sequences of the response; null or empty if it is one
 spans | spans | rollout | reward, advantage, track | answers and observations of the response, with the answers' rewards
-messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (agent/forms.py)
-env_score | float32 | rollout | reward | sum of the environment's rewards; 0 where it failed
+messages | string | rollout | reward_model, reward, track | conversations as JSON: role, content, calls (`forms.py`)
+env_score | float32 | rollout | reward | sum of the environment's rewards; 0 if it failed
 env_parts | string | rollout | reward | further numbers of the environment, as JSON
 env_error | string | rollout | reward | why the environment failed, else null
 turns | int32 | rollout | metrics | answers of the policy
@@ -96,13 +96,13 @@ episode | string | rollout | metrics | numbers of the episode as JSON: calls by 
 column `response` is only the text of the last answer."""
 
 REWARD_MODEL = _columns("""
-rm_score | float32 | reward_model | reward | the reward model's number, null where it failed
+rm_score | float32 | reward_model | reward | the reward model's number, null if it failed
 rm_error | string | reward_model | reward | why the reward model failed, else null
 """)
 """Columns of a run with a reward model."""
 
 REWARD = _columns("""
-score | float32 | reward | advantage, metrics | sum of rule, functions and reward model, shaped; 0 where one failed
+score | float32 | reward | advantage, metrics | sum of rule, functions and reward model, shaped; 0 if one failed
 reward_parts | string | reward | track | further numbers of the reward function, as JSON
 reward_error | string | reward | advantage, train, metrics | why the reward failed, else null
 reward_s | float32 | reward | metrics | seconds spent on the chunk's rewards
@@ -136,7 +136,7 @@ kl_coef | float32 | advantage | metrics | coefficient of the KL in the reward at
 """Columns of a run with a KL in the reward."""
 
 ADVANTAGE = _columns("""
-advantages | floats | advantage | train | one per response token, 0 where the token does not train
+advantages | floats | advantage | train | one per response token, 0 if the token does not train
 returns | floats | advantage | train | one per response token
 reward | float32 | advantage | metrics | the score less the KL penalties of its tokens
 kl | float32 | advantage | train, metrics | mean KL of the penalised tokens, null without
@@ -160,7 +160,7 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
         if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             column = pa.array(column, type=field.type)
         if len(column) != len(table):
-            raise ValueError(f"column {field.name!r} has {len(column)} rows where the table has {len(table)}")
+            raise ValueError(f"column {field.name!r} has {len(column)} rows, but the table has {len(table)}")
         table = table.append_column(pa.field(field.name, field.type), column.cast(field.type))
     return table
 
@@ -257,12 +257,12 @@ def token_versions(table: pa.Table) -> np.ndarray:
 
 
 class Spans(NamedTuple):
-    """The stretches of R episodes, K in all, row after row."""
+    """Answers and observations of R episodes: K spans, row after row."""
 
     answer: np.ndarray
     """[K] bool, true for answers and false for observations."""
     row: np.ndarray
-    """[K] int64, the row it belongs to."""
+    """[K] int64, number of the span's row in the table."""
     turn: np.ndarray
     """[K] int64, number of the answer in its row, from 0; -1 for observations."""
     tokens: np.ndarray

@@ -128,8 +128,8 @@ class RowLimits:
         if name not in self.agents:
             known = ", ".join(agent for agent in self.agents if agent)
             raise ValueError(
-                f"`agent_name` is {name!r:.80}, which is no agent of the config ({known}); declare agent.named.{name}, "
-                "or name one of these in the row"
+                f"`agent_name` is {name!r:.80}, which is not an agent of the config ({known}); declare "
+                f"agent.named.{name}, or name one of these in the row"
             )
 
     def check(self, extra_info: Any) -> None:

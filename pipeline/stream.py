@@ -29,7 +29,7 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.scoring import ScorerConfig
 from pipeline.derived import (

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fill a virtual environment with the tested set: install.sh ACCELERATOR VENV [PYTHON]
+# Fill a virtual environment with the tested set and Slipstream: install.sh ACCELERATOR VENV [PYTHON]
+# Slipstream is the wheel beside this script if there is one (`make wheel` puts them together), else this checkout.
 # A finished install leaves VENV/.installed-ACCELERATOR; whatever lacks it, or was made for the other kind of machine, is
 # made anew, so that an interrupted install cannot leave half a package behind.
 set -euo pipefail
@@ -28,7 +29,7 @@ fi
 python=${python:-python3}
 if ! fits "$python"; then
     found=$("$python" --version 2>/dev/null || echo "not to be found")
-    say "Python 3.11 or later is needed and $python is $found; install one and run make PYTHON=python3.11 ..."
+    say "Python 3.11 or later is needed and $python is $found; install one and name it: make PYTHON=python3.11 ..., or install.sh $accelerator $venv python3.11"
     exit 1
 fi
 
@@ -53,7 +54,12 @@ if ! pip install --no-deps "$torch"; then
 fi
 say "installing $(grep -c == "$lock") pinned packages of requirements/$accelerator.lock (minutes the first time)"
 pip install --no-deps -r "$lock"
-pip install --no-deps --no-build-isolation --editable "$here/.."
-"$venv/bin/python" -c 'from pipeline.run.versions import check_versions; check_versions()'
+wheel=$(find "$here" -maxdepth 1 -name 'slipstream_rl-*.whl')
+if [ -n "$wheel" ]; then
+    pip install --no-deps "$wheel"
+else
+    pip install --no-deps --no-build-isolation --editable "$here/.."
+fi
+"$venv/bin/python" -P -c 'from pipeline.run.versions import check_versions; check_versions()'
 touch "$stamp"
 say "done; activate it with: . $venv/bin/activate"

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from pipeline.advantage.estimators import Estimate, register_adv_est
-from pipeline.agent.hosts import Hosts
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.models import ends, tokenizer

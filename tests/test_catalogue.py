@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs import docs_configuration
 from jobs.train import main
 from pipeline import catalogue, derived
 from pipeline.advantage.estimators import EstimatorInput
@@ -18,6 +17,7 @@ from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.config.learner import PolicyLossConfig
 from pipeline.plan.checks import check
 from pipeline.plan.without_effect import unread
+from tests import docs_configuration
 from tests.losses.batches import actor, evaluate, ratios
 from tests.plan.test_checks import good, refusal
 from tests.test_docs import test_every_built_in_choice_has_its_row as documented

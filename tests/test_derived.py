@@ -142,7 +142,7 @@ def test_models_score_in_the_trainers_type_unless_told(scorer: str | None, fsdp:
 
 
 @pytest.mark.parametrize(
-    ("rank", "path", "where", "in_reward", "place"),
+    ("rank", "path", "placement", "in_reward", "place"),
     [
         (0, None, None, False, uses_reference),
         (4, None, None, False, reference_is_base),
@@ -155,10 +155,10 @@ def test_models_score_in_the_trainers_type_unless_told(scorer: str | None, fsdp:
         (4, "other", "train_workers", False, shards_reference),
     ],
 )
-def test_the_reference_is_computed_in_one_place_if_something_reads_it(rank, path, where, in_reward, place):
+def test_the_reference_is_computed_in_one_place_if_something_reads_it(rank, path, placement, in_reward, place):
     config, places = Config(), (uses_reference, reference_is_base, shards_reference)
     config.model.lora.rank, config.algorithm.use_kl_in_reward = rank, in_reward
-    config.scoring.reference.path, config.scoring.reference.where = path, where
+    config.scoring.reference.path, config.scoring.reference.placement = path, placement
     assert in_reward or not any(found(config) for found in places)
     for loss, kl in (("vanilla", True), ("online_dpo", False)):
         config.actor.policy_loss.loss_mode, config.actor.use_kl_loss = loss, kl

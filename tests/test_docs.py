@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.docs_configuration import descriptions
 from pipeline.advantage.registry import EstimatorInput
 from pipeline.agent import Message
 from pipeline.agent.errors import PolicyMistake
@@ -18,6 +17,7 @@ from pipeline.agent.zygote import INHERITED
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
+from pipeline.config.described import descriptions
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.config.supervised import PreferenceConfig, SFTConfig
@@ -85,7 +85,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_environment_and_the_tools_of_the_documentation_work(tmp_path: Path) -> None:
-    files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", (ROOT / "docs" / "agents.md").read_text(), re.M | re.S)
+    page = (ROOT / "docs" / "multi_turn.md").read_text()
+    files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S)
     assert [name for name, _ in files] == ["my_game.py", "my_tools.py", "my_program.py"]
     for name, text in files:
         (tmp_path / name).write_text(text)

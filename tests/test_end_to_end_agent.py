@@ -24,7 +24,7 @@ ENVIRONMENT = """
 from pipeline.agent import Environment, Observation
 
 class Count(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.index, self.turn = row["extra_info"]["index"], 0
         return "Begin."
 
@@ -103,7 +103,7 @@ def test_metrics_and_validation(run: Run) -> None:
     table = rows_of(run, 2)
     turns = table["turns"].to_pylist()
     assert record["agent/turns/mean"] == pytest.approx(sum(turns) / len(turns))
-    assert record["agent/ended/error"] == pytest.approx(table["ended"].to_pylist().count("error") / len(table))
+    assert record["agent/stop_reason/error"] == pytest.approx(table["ended"].to_pylist().count("error") / len(table))
     policy = flat(table, "response_mask")[0].sum() / len(table)
     assert record["response_length/mean"] == pytest.approx(policy), "observations are not counted"
     assert any(name.startswith("val-core/") for name in record)

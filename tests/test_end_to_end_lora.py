@@ -15,7 +15,7 @@ from tests.runs import TWO, score, starter, tiny_settings
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 LORA = (
-    *("model.lora.rank=4", "model.lora.publish=adapter", "algorithm=ppo", "critic.optim.lr=1e-2"),
+    *("model.lora.rank=4", "model.lora.weight_sync=adapter", "algorithm=ppo", "critic.optim.lr=1e-2"),
     *(
         "algorithm.use_kl_in_reward=false",
         "actor.use_kl_loss=true",

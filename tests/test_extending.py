@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield folder
+
+
+@pytest.fixture
+def crowded(folder: Path, tmp_path: Path) -> Path:
+    """Another folder with the page's file, and with packages that are named like Slipstream's."""
+    shutil.copytree(folder, tmp_path / "crowded")
+    for name in ("pipeline", "jobs", "configs"):
+        (tmp_path / "crowded" / name).mkdir()
+        (tmp_path / "crowded" / name / "__init__.py").write_text("raise AssertionError(__file__)")
+    return tmp_path / "crowded"
 
 
 def arguments() -> list[str]:
@@ -85,8 +96,8 @@ def test_the_loss_computes_what_the_page_says(folder: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_the_command_trains_with_both(folder: Path, tiny_model: Path, prompt_files: Any) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def test_the_command_trains_with_both(crowded: Path, tiny_model: Path, prompt_files: Any) -> None:
+    environment = os.environ | {"PYTHONPATH": str(crowded)}
     small = [
         f"model.path={tiny_model}",
         f"data.train_files={prompt_files.train}",
@@ -98,17 +109,19 @@ def test_the_command_trains_with_both(folder: Path, tiny_model: Path, prompt_fil
         "trainer.total_training_steps=1",
         "trainer.logger=[console]",
     ]
-    command = [sys.executable, "-m", "jobs.train", *arguments(), *small]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    command = [sys.executable, str(ROOT / "slipstream.py"), "train", *arguments(), *small]
+    done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = (folder / "runs" / "countdown-cpu" / "metrics.jsonl").read_text()
+    assert re.search(r"to continue +slipstream train experiment=", done.stdout), done.stdout
+    metrics = (crowded / "runs" / "countdown-cpu" / "metrics.jsonl").read_text()
     assert '"actor/pg_clipfrac"' in metrics and '"actor/ppo_kl"' not in metrics
 
 
-def test_a_function_that_is_not_there_is_refused_before_anything_starts(folder: Path, tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "jobs.train", "--dry-run", *arguments(), f"model.path={tiny_model}"]
+def test_a_function_that_is_not_there_is_refused_before_anything_starts(crowded: Path, tiny_model: Path) -> None:
+    start = f"import sys; sys.path.append({str(ROOT)!r}); from slipstream import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "train", "--dry-run", *arguments(), f"model.path={tiny_model}"]
     command += ["algorithm.adv_estimator=my_algorithms:mean_baseline"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(crowded)}
+    done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "module 'my_algorithms' has no function 'mean_baseline'" in " ".join((done.stdout + done.stderr).split())

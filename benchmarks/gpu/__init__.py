@@ -1,1 +1,1 @@
-"""First measurements on a machine with a GPU, in three stages; `docs/gpu.md` has the commands."""
+"""First measurements on a machine with a GPU, in three stages; `docs/gpus.md` has the commands."""

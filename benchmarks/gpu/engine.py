@@ -87,7 +87,7 @@ def corrected(options: Options) -> Figures:
 
 def in_flight(options: Options) -> Figures:
     """Run with generation one iteration ahead of training."""
-    ahead = ["algorithm.max_staleness=1", "rollout.update=in_flight"]
+    ahead = ["algorithm.max_staleness=1", "rollout.weight_update=in_flight"]
     return run(options, "in_flight", *ahead, sleep=False, iterations=6)
 
 

@@ -8,12 +8,8 @@ from pathlib import Path
 
 from benchmarks.gpu.battery import Figures, Options
 from benchmarks.gpu.shapes import SHAPES
+from jobs.demo import TASKS
 
-PUZZLES = [
-    *("--template", "short", "--numbers", "3", "--max-number", "30", "--min-target", "1", "--max-target", "60"),
-    *("--train", "10000", "--test", "1000", "--sft", "23000", "--sft-test", "400", "--sft-solution", "answer"),
-]
-"""Puzzles of the demo."""
 FEWER = ["--template", "short", "--train", "512", "--test", "32", "--sft", "512", "--sft-test", "32"]
 REWARD = Path(__file__).with_name("reward.py")
 
@@ -49,7 +45,8 @@ def prompts(options: Options, full: bool = False) -> Path:
 
     folder = options.work / ("countdown" if full else "countdown-few")
     if not (folder / "sft_test.parquet").is_file():
-        checked(prepare.main(["countdown", "--out", str(folder), *(PUZZLES if full else FEWER)]), "jobs.prepare")
+        puzzles = TASKS["countdown"].prepare.split() if full else FEWER
+        checked(prepare.main(["countdown", "--out", str(folder), *puzzles]), "jobs.prepare")
     return folder
 
 

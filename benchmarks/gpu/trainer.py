@@ -42,9 +42,9 @@ VARIANTS: dict[str, list[str]] = {
     "offload": ["actor.fsdp.offload=all"],
     "adamw_8bit": ["actor.optim.name=adamw_8bit"],
     "lora": ["model.lora.rank=16", "model.lora.alpha=32"],
-    "reference": ["actor.use_kl_loss=true", "scoring.reference.where=train_workers"],
+    "reference": ["actor.use_kl_loss=true", "scoring.reference.placement=train_workers"],
     "reference_offload": [
-        *("actor.use_kl_loss=true", "scoring.reference.where=train_workers", "scoring.reference.offload=true"),
+        *("actor.use_kl_loss=true", "scoring.reference.placement=train_workers", "scoring.reference.offload=true"),
     ],
 }
 """Changes to the settings of an update; a variant whose keys this version lacks is left out."""

@@ -28,7 +28,7 @@ class HigherLower(Environment):
     def __init__(self, guesses: int = 6, numbers: int = 63, worth: float = 0.0, blind: bool = False):
         self.guesses, self.numbers, self.worth, self.blind = guesses, numbers, worth, blind
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.number = int(row["ground_truth"])
         self.made = 0
         self.low, self.high = 1, self.numbers

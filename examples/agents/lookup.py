@@ -3,7 +3,7 @@
     python -m jobs.train agent.environment=examples/agents/lookup.py:Lookup data.train_files=...
 
 The rows come from `python -m jobs.prepare lookup`; their ground truth is the first key and the number of steps. A tool
-that is a method knows the episode: here the table, which `open` makes.
+that is a method knows the episode: here the table, which `reset` makes.
 """
 
 import random
@@ -23,7 +23,7 @@ class Lookup(Environment):
     def __init__(self, blind: bool = False):
         self.blind = blind
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         key, steps = map(int, row["ground_truth"].split())
         draw = random.Random(seed)
         self.table = {start: draw.choice(KEYS) for start in KEYS}

@@ -17,7 +17,7 @@ from jobs import train
 REFUSED = 2
 """Exit code of `jobs.train` for settings or input that cannot be used."""
 STOP_S = 60.0
-"""Ray ends this process when it stops the job; after this time it has not."""
+"""Time in seconds that Ray may take to end this process after its job was stopped."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
+from jobs.command import called
 from jobs.entry import command
 from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math, pairs
 
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 @command
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
-    parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")
+    parser = Parser(prog=" ".join(called("prepare")), description="Prepare a data set of prompts as parquet.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, data in DATASETS.items():
         data.add_arguments(datasets.add_parser(name, help=data.help, description=f"{name}: {data.help}"))

@@ -56,7 +56,7 @@ def _inputs(paths: list[Path]) -> Iterator[tuple[str, list[Path]]]:
         elif path.is_file() and path.name.endswith(ENDINGS):
             yield _stem(path), [path]
         else:
-            raise ValueError(f"{path}: there is no such file or folder, or it does not end in {', '.join(ENDINGS)}")
+            raise ValueError(f"{path}: no such file or folder, or it does not end in {', '.join(ENDINGS)}")
 
 
 def _folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:

@@ -77,6 +77,6 @@ DATA = HubData(
     option=(
         "--template",
         ("letters", "verl"),
-        "letters: the story with its endings; verl: the story alone",
+        "letters: the story with its endings; verl: the story only",
     ),
 )

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         20_000,
         8_000,
         ("--steps", int, 3, "most steps of a question"),
-        ("--extra", float, 0.5, "chance of each further lookup in the warm start, behind the one that is asked for"),
+        ("--extra", float, 0.5, "chance of each extra lookup in the warm start, after the requested one"),
     )
 
 

@@ -88,7 +88,7 @@ def _files(inputs: list[Path]) -> Iterator[Path]:
             yield path
             continue
         if not path.is_dir():
-            raise ValueError(f"{path}: there is no such file or folder")
+            raise ValueError(f"{path}: no such file or folder")
         folder = next((path / name for name in FOLDERS if (path / name).is_dir()), path)
         found = sorted(folder.rglob("*.parquet"))
         if not found:
@@ -112,8 +112,7 @@ def _groups(file: Path) -> Iterator[list[dict[str, Any]]]:
         raise ValueError(f"{file} cannot be read as parquet: {error}") from error
     if "messages" in table.column_names and table["messages"].null_count < len(table):
         raise ValueError(
-            f"{file} holds episodes of several turns, whose answers stand behind different messages; pairs are made of "
-            "single answers"
+            f"{file} has episodes of several turns, whose answers follow different messages; pairs need single answers"
         )
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table.to_pylist():

@@ -32,7 +32,7 @@ def offload(state: State) -> None:
 
 
 def engines(state: State) -> None:
-    """An engine has GPUs of one node."""
+    """Give an engine no more GPUs than a node has."""
     size, node = state.get("rollout.tensor_parallel_size"), state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE)
     if size != 1 and not 1 <= size <= node:
         state.drop("rollout.tensor_parallel_size")

@@ -137,7 +137,7 @@ RULED: dict[str, str] = {
     f"{_TURNS}.tool_response_truncate_side": "agent.max_observation_tokens",
     f"{_TURNS}.format": "agent.parser",
     f"{_ROLLOUT}.agent.default_agent_loop": "agent.tools or agent.environment",
-    f"{_MODEL}.lora.merge": "model.lora.publish",
+    f"{_MODEL}.lora.merge": "model.lora.weight_sync",
     "critic.model.lora_rank": "model.lora.rank",
     "critic.model.lora_alpha": "model.lora.alpha",
     "critic.model.target_modules": "model.lora.target_modules",

@@ -108,7 +108,9 @@ def launch(recording: Recording, source: str, settings: Settings) -> None:
             named = f"{text} may be a setting, too" if "=" in text else "more settings may follow"
             settings.cannot.append(f"{named}: {reason}")
         if _ASYNC.fullmatch(program):
-            settings.notes.append(f"{program} generates ahead; here algorithm.max_staleness and rollout.update do that")
+            settings.notes.append(
+                f"{program} generates ahead; here algorithm.max_staleness and rollout.weight_update do that"
+            )
     for command, program, _ in starts[1:]:
         settings.cannot.append(f"{source} starts {program} again{_line(command)}, which is not converted")
     settings.cannot += [f"{source}, {missing}" for missing in recording.missing]

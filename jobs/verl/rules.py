@@ -1,6 +1,6 @@
 """Rules for keys of verl whose number counts something else here, or whose word means something else.
 
-Each rule notes its changes. docs/from_verl.md describes the general differences.
+Each rule notes its changes. `slipstream docs from_verl` describes the general differences.
 """
 
 import math
@@ -33,7 +33,7 @@ def words(state: State) -> None:
         if not known:
             state.drop(ours)
             key = ours.replace("actor.", f"{_ACTOR}.")
-            state.leave(key, "there is none of this name; see docs/extending.md for one of your own", cannot=True)
+            state.leave(key, "there is none of this name; `slipstream docs extending` shows your own", cannot=True)
 
 
 def adapters(state: State) -> None:
@@ -52,18 +52,18 @@ def adapters(state: State) -> None:
         return
     # Unless it merges, verl sends only the adapter to the engines.
     merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
-    state.set("model.lora.publish", "merged" if merges else "adapter")
+    state.set("model.lora.weight_sync", "merged" if merges else "adapter")
 
 
 def reference(state: State) -> None:
-    """A reference that verl offloads is sharded over the workers there and here; else here are replicas."""
+    """Shard a reference that verl offloads over the workers, as there; any other reference gets replicas."""
     key = f"{_REF}.fsdp_config.param_offload"
     if not state.get("scoring.reference.offload"):
         state.drop("scoring.reference.offload")
         return
     in_reward = state.get("algorithm.use_kl_in_reward")
     if "reference" in state.scorers and not in_reward:
-        state.set("scoring.reference.where", TRAIN_WORKERS)
+        state.set("scoring.reference.placement", TRAIN_WORKERS)
         ranks = state.get("actor.parallel.sequence")
         name = f"{_REF}.ulysses_sequence_parallel_size"
         state.leave(name, f"the reference is divided as the actor is, actor.parallel.sequence={ranks}")
@@ -272,7 +272,7 @@ def run(state: State) -> None:
     elif "reward.custom_reward_function.path" in state.values:
         state.drop("reward.model.path")
         for key in ("reward_model.model.path", "reward.reward_model.model_path"):
-            reason = "a function gets no address of a reward model; it must ask one that is served (docs/rewards.md)"
+            reason = "a function gets no address of a reward model; it must ask a server (`slipstream docs rewards`)"
             state.leave(key, reason, cannot=True)
     mode = state.given.get("trainer.resume_mode", "auto")
     state.set("trainer.resume", "never" if mode == "disable" else "auto")

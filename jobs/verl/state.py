@@ -107,7 +107,7 @@ class State:
         config.actor.use_kl_loss = self.get("actor.use_kl_loss")
         config.critic.enable = self.get("critic.enable")
         config.model.lora.rank = self.get("model.lora.rank")
-        config.scoring.reference.where = self.get("scoring.reference.where")
+        config.scoring.reference.placement = self.get("scoring.reference.placement")
         try:
             return scorers(config)
         except ValueError:

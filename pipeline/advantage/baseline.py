@@ -38,7 +38,7 @@ class Baseline:
             raise ValueError(
                 f"{len(alone)} of {len(samples)} rows have no greedy response, the first of them with uid "
                 f"{alone[0].as_py()!r}: one row of split 'baseline' was expected for every uid; the rollout stage "
-                "generates it where algorithm.adv_estimator needs baselines, and the stages between must keep it"
+                "generates it if algorithm.adv_estimator needs baselines, and the stages between must keep it"
             )
         error = greedy["reward_error"]
         score = pc.if_else(pc.is_null(error), greedy["score"], None)

@@ -66,12 +66,12 @@ class EstimatorInput:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The result of an estimator."""
+    """Result of an estimator."""
 
     advantages: np.ndarray
-    """[N] float64."""
+    """[N] float64, advantage of each token."""
     returns: np.ndarray
-    """[N] float64: the critic's target, sums of future rewards, or the advantages."""
+    """[N] float64, targets of the critic, sums of future rewards, or the advantages."""
 
 
 AdvantageFunction = Callable[[EstimatorInput, AlgorithmConfig], Estimate]

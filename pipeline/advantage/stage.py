@@ -154,11 +154,11 @@ class _Rows:
         self.scores = self._numbers("score", "has score {} and no reward_error; a reward function must return a number")
         self.log_probs = self._tokens("rollout_log_probs")
         self.penalties = np.zeros(len(mask))
-        """[N], subtracted from the rewards."""
+        """[N] float64, KL penalty of each token, subtracted from the rewards."""
         self.rewards = self.scores
-        """[R], scores less penalties."""
+        """[R] float64, scores minus penalties."""
         self.kl = np.full(len(table), np.nan)
-        """[R], mean KL of the trained tokens; NaN without a KL in the reward or without trained tokens."""
+        """[R] float64, mean KL of the trained tokens, in nats; NaN without a KL in the reward or trained tokens."""
 
     def penalise(self, kind: str) -> None:
         """Subtract the KL `kind` to the reference, times the row's coefficient, from the rewards of trained tokens."""

@@ -1,139 +1,35 @@
-"""The interface of environments, tools and programs: `from pipeline.agent import Environment, Observation`.
+"""Episodes of several turns, and the interface of the user's files: `from pipeline.agent import Environment, tool`.
 
-This module needs Python 3.9 and nothing but the standard library, because environments may run in an interpreter of
-their own (`agent.python`), with packages that conflict with the trainer's packages.
+`episode.py` begins with the flow of an episode. The rooms:
 
-    class HigherLower(Environment):
-        def open(self, row, seed):
-            self.number = random.Random(seed).randint(1, 63)
-            return "Guess a number from 1 to 63."
+    tokens/     prompts, the tokens between two answers, and reading of answers, by the model's own chat template
+    inside/     the code in the user's interpreter: environment, tools or program, one process for each episode
+    endpoint/   servers of the policy for programs that request answers
+    here        the episode, its two players, and the run's handles of its process, on this node or on a host
 
-        def step(self, message):
-            ...
-            return Observation("higher", reward=0.0, done=False)
-
-    @tool(timeout_s=2)
-    def calc(expression: str) -> str:
-        '''The value of an arithmetic expression.
-
-        Args:
-            expression: such as "(3 + 4) * 25".
-        '''
-
-    async def run(row, chat):                          # a program, which drives the episode itself
-        draft = await chat([{"role": "user", "content": "Count to three."}])
-        return {"reward": float(draft.text == "1 2 3")}     # and {"rewards": [...]}, one for each answer
+The user's interpreter imports this file too, so it needs Python 3.9 and nothing but the standard library.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
+from pipeline.agent.inside.interface import (
+    Call,
+    Chat,
+    Content,
+    Environment,
+    EpisodeOver,
+    Message,
+    Observation,
+    ToolError,
+    tool,
+)
 
-Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
-"""Text of one message, whose role is `agent.observation_role` (`user` for what `open` returns), or messages
-`{role, content}`; None for no message."""
-
-
-class ToolError(Exception):
-    """A mistake of the model, raised by a tool. The model reads the message. Any other exception fails the row."""
-
-
-class EpisodeOver(Exception):
-    """The policy gives no further answers: no turn is left (`agent.max_turns`), or nothing fits.
-
-    A program need not catch it.
-    """
-
-
-@dataclass
-class Call:
-    """A tool call that the model wrote."""
-
-    id: str
-    name: str
-    arguments: Dict[str, Any]  # noqa: UP006
-
-
-@dataclass
-class Message:
-    """One answer of the model."""
-
-    text: str
-    """The answer without special tokens, reasoning and tool calls."""
-    reasoning: str = ""
-    """Text that the reasoning parser took out of the answer."""
-    calls: List[Call] = field(default_factory=list)  # noqa: UP006
-    """Tool calls that the tool parser took out of the answer."""
-    truncated: bool = False
-    """True if the answer reached its length limit before the model ended it."""
-
-
-@dataclass
-class Observation:
-    """The answer of an environment to a message."""
-
-    content: Content = None
-    """The next message or messages that the model reads."""
-    done: bool = False
-    """True if the episode ends here."""
-    reward: Optional[float] = None  # noqa: UP045
-    """Reward of the message; the rewards of an episode are summed."""
-    parts: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    """Further numbers for metrics, such as `acc`; a later observation replaces numbers of the same name."""
-
-
-Chat = Callable[..., Awaitable[Message]]
-"""A function that lets the policy answer a program's messages: `answer = await chat(messages, tools=None)`.
-
-`messages` have the form of OpenAI's chat completions; they may hold earlier answers of the policy as `Message` objects.
-Messages that repeat an earlier chat with its answer, and add more, continue that conversation. Other messages begin a
-new conversation; an episode may have `agent.max_contexts` conversations. `tools` are schemas
-(`pipeline.agent.schema.schema_of` makes them); the answer then has `calls`, which the program makes itself. A program
-may run several chats at once (`asyncio.gather`); a cancelled chat leaves no trace. A chat raises
-
-    EpisodeOver     The policy gives no further answers. The program may still return a result; if it does not catch
-                    the exception, its reward is 0. The row is not an error.
-    ValueError      The messages or the tools are malformed.
-
-and never returns if the episode fails, for example because the messages begin one conversation too many.
-"""
-
-
-class Environment:
-    """One episode. Each episode has a new object, in a process without other episodes; methods may be `async def`."""
-
-    def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
-        """Begin the episode.
-
-        Args:
-            row: `prompt` (messages), `data_source`, `ground_truth` and `extra_info` of the prompt.
-            seed: seed of the episode, the same for all episodes of a group if `agent.same_seed_in_group` is set.
-
-        Returns:
-            The text or messages that follow the row's prompt.
-        """
-        return None
-
-    def step(self, message: Message) -> Union[Observation, str]:  # noqa: UP007
-        """Answer a message of the model. A text stands for `Observation(text)`."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Free what the episode holds. The process ends afterwards."""
-
-
-def tool(function: Optional[Callable] = None, *, timeout_s: Optional[float] = None, name: Optional[str] = None) -> Any:  # noqa: UP045
-    """Mark a function as a tool: its signature and its docstring are the schema that the model reads.
-
-    A marked method of an environment is a tool that knows the episode.
-
-    Args:
-        function: plain or `async def`; its parameters have type hints.
-        timeout_s: seconds of one call; None takes `agent.step_timeout_s`.
-        name: name that the model calls it by; None takes the function's name.
-    """
-
-    def mark(function: Callable) -> Callable:
-        function.__tool__ = {"name": name or function.__name__, "timeout_s": timeout_s}  # type: ignore[attr-defined]
-        return function
-
-    return mark if function is None else mark(function)
+__all__ = [
+    "Call",
+    "Chat",
+    "Content",
+    "Environment",
+    "EpisodeOver",
+    "Message",
+    "Observation",
+    "ToolError",
+    "tool",
+]

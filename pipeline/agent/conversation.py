@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.context import Context
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
-from pipeline.agent.language import TOKEN, Language
+from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
+from pipeline.agent.inside.interface import EpisodeOver
+from pipeline.agent.tokens.chat_format import TOKEN, ChatFormat
+from pipeline.agent.tokens.context import Answer, Context
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
@@ -38,34 +38,19 @@ PIECE, SEAM = 1 << 13, 16
 """Characters of such a piece, and most tokens that the cut can add to it."""
 
 
-@dataclass
-class Answer:
-    """One answer of the policy."""
-
-    message: Message
-    malformed: str | None
-    """The reason if a tool call in the answer could not be read; else None."""
-    full: bool
-    """True if no token fits after the answer."""
-    prompt_tokens: int = 0
-    """Tokens of the request to the policy."""
-    tokens: int = 0
-    """Tokens of the answer."""
-
-
 class Conversation:
     """The contexts of one episode.
 
     Args:
-        language: language of the engine.
+        chat_format: chat format of the engine.
         ask: the policy.
         longest: most tokens after a context's prompt.
         stop: texts that end an answer.
     """
 
-    def __init__(self, language: Language, ask: Ask, longest: int, stop: Sequence[str] = ()) -> None:
-        self._language, self._ask, self._longest, self._stop = language, ask, longest, stop
-        self.config: AgentConfig = language.config
+    def __init__(self, chat_format: ChatFormat, ask: Ask, longest: int, stop: Sequence[str] = ()) -> None:
+        self._chat_format, self._ask, self._longest, self._stop = chat_format, ask, longest, stop
+        self.config: AgentConfig = chat_format.config
         self.contexts: list[Context] = []
         self.turns = 0
         """Number of the policy's answers."""
@@ -75,30 +60,31 @@ class Conversation:
         """Seconds in which the policy answered."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was shown but not called."""
+        """Calls in the answers, by the name of the tool; 0 for a tool that was shown but not called."""
         self.mistakes: Counter[str] = Counter()
-        """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
+        """Calls in the answers that could not be read (`malformed`), name no tool (`unknown`), or that the tool refused
+        (`tool_errors`)."""
         self._asked = self._made = 0
         """Requests to the policy, and calls that were read."""
         self._answering: list[Context] = []
         """Contexts to which the policy is answering."""
         self._busy_since = 0.0
 
-    def begin(self, messages: list[dict[str, Any]], language: Language | None = None) -> Context:
-        """Begin a context with `messages` as its prompt; without `language`, in the language of the engine.
+    def begin(self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None) -> Context:
+        """Begin a context with `messages` as its prompt; without `chat_format`, in the chat format of the engine.
 
         Raises:
             EpisodeFailed: the context is one too many, its prompt is too long, ends with an answer or is refused by the
                 chat template, or `stop` could cut its calls.
             EpisodeOver: the prompt is too long, and the context is not the first.
         """
-        language, most = language or self._language, self.config.max_contexts
+        chat_format, most = chat_format or self._chat_format, self.config.max_contexts
         if begun_answer(messages) is not None:
             raise EpisodeFailed(
                 "the messages with which the episode begins end with the assistant's, and an answer of an episode "
                 "cannot be continued; end with a message that the policy is to answer"
             )
-        if language.tools and self._stop:
+        if chat_format.tools and self._stop:
             raise EpisodeFailed(
                 f"rollout.stop or extra_info.sampling_params.stop is {list(self._stop)!r:.200} where the policy is "
                 "shown tools: a text could end an answer inside a call; leave it out"
@@ -109,33 +95,35 @@ class Conversation:
                 f"agent.max_contexts={most}; repeat those of the chat before with its answer as it was, and end with "
                 "something new"
             )
-        many = len(messages) > language.max_prompt_length
+        many = len(messages) > chat_format.max_prompt_length
         length = f"{len(messages):,} messages" if many else f"{_characters(messages):,} characters"
-        fits = self._may_fit(messages, language.max_prompt_length)
+        fits = self._may_fit(messages, chat_format.max_prompt_length)
         ids: list[int] = []
         if fits:
             try:
-                ids = language.bridge.prompt(messages, language.tools or None)
+                ids = chat_format.bridge.prompt(messages, chat_format.tools or None)
             except ValueError as error:
                 raise EpisodeFailed(str(error)) from error
-            length, fits = f"{len(ids)} tokens", len(ids) <= language.max_prompt_length
+            length, fits = f"{len(ids)} tokens", len(ids) <= chat_format.max_prompt_length
         if not fits:
             if self.contexts:
                 # The length depends on the policy's answers.
                 self._end("length")
             raise EpisodeFailed(
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
-                f"data.max_prompt_length={language.max_prompt_length}"
+                f"data.max_prompt_length={chat_format.max_prompt_length}"
             )
-        return self._new(ids, recorded(messages), language, [_content(message) for message in messages])
+        return self._new(ids, recorded(messages), chat_format, [_content(message) for message in messages])
 
-    def _new(self, ids: list[int], messages: list[dict[str, Any]], language: Language, heard: list[Any]) -> Context:
-        self.contexts.append(Context(ids, messages, language, heard))
+    def _new(
+        self, ids: list[int], messages: list[dict[str, Any]], chat_format: ChatFormat, heard: list[Any]
+    ) -> Context:
+        self.contexts.append(Context(ids, messages, chat_format, heard))
         return self.contexts[-1]
 
     def _room(self, context: Context) -> int:
         """Count the tokens that fit after a context; a prompt with earlier answers in it takes some of them."""
-        total = self._language.max_prompt_length + self._longest
+        total = self._chat_format.max_prompt_length + self._longest
         return min(self._longest, total - len(context.prompt_ids)) - len(context.ids)
 
     async def answer(self, context: Context, most: int | None = None) -> Answer:
@@ -148,7 +136,7 @@ class Conversation:
         try:
             generation = await self._ask(ids, limit, number)
             truncated = generation.finish_reason == "length"
-            read, said = context.language.reader.read, generation.token_ids.tolist()
+            read, said = context.chat_format.reader.read, generation.token_ids.tolist()
             # Some parsers take 50 µs for each token; other episodes would wait.
             long = len(said) > READ_AT_ONCE
             message, malformed = await asyncio.to_thread(read, said, truncated) if long else read(said, truncated)
@@ -176,17 +164,17 @@ class Conversation:
         """Append messages after the last answer.
 
         Returns:
-            The context to go on with: this one, or with `agent.history=template` a new one if the chat template shows
+            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template shows
             earlier answers otherwise than they were sampled. None if no further answer would fit.
 
         Raises:
             EpisodeFailed: the chat template cannot continue with the messages.
         """
-        language, bridge = context.language, context.language.bridge
+        chat_format, bridge = context.chat_format, context.chat_format.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
-        keeps = self.config.history == "keep"
-        room = self._room(context) if keeps else language.max_prompt_length + self._longest
+        keeps = self.config.context == "keep"
+        room = self._room(context) if keeps else chat_format.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
         # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
         begun = [message | {"content": message["content"][:most]} for message in messages]
@@ -200,11 +188,11 @@ class Conversation:
             return None
         try:
             ids = bridge.after(context.answer, messages, context.calls)
-            if self.config.history == "template":
-                shown = bridge.prompt([for_template(message) for message in whole], language.tools or None)
+            if self.config.context == "rerender":
+                shown = bridge.prompt([for_template(message) for message in whole], chat_format.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
-                    fits = len(shown) < language.max_prompt_length + self._longest
-                    return self._new(shown, whole, language, heard) if fits else None
+                    fits = len(shown) < chat_format.max_prompt_length + self._longest
+                    return self._new(shown, whole, chat_format, heard) if fits else None
         except ValueError as error:
             raise EpisodeFailed(str(error)) from error
         context.messages, context.heard = whole, heard
@@ -232,17 +220,17 @@ class Conversation:
             EpisodeFailed: as `begin` and `observe`, or the tools cannot be used.
         """
         try:
-            language = await self._language.with_tools(tools or [])
+            chat_format = await self._chat_format.with_tools(tools or [])
         except ValueError as error:
             raise EpisodeFailed(str(error)) from None
         if self.over:
             self._end(self.over)
         if self.turns + len(self._answering) >= self.config.max_turns:
             self._end("turns")
-        known = self._continued(messages, language)
+        known = self._continued(messages, chat_format)
         new: list[dict[str, Any]] = []
         if known is None:
-            context = self.begin(messages, language)
+            context = self.begin(messages, chat_format)
         else:
             new = _to_calls(known, messages[len(known.heard) :])
             following = self.observe(known, new)
@@ -262,7 +250,7 @@ class Conversation:
         self._made += len(calls)
         context.call_ids = [call.id for call in calls]
         answer = replace(answer, message=replace(answer.message, calls=calls))
-        names = {tool["function"]["name"] for tool in language.tools}
+        names = {tool["function"]["name"] for tool in chat_format.tools}
         called = [call.name if call.name in names else None for call in answer.message.calls]
         self.calls.update(dict.fromkeys(names, 0))
         self.calls.update(name for name in called if name is not None)
@@ -277,14 +265,14 @@ class Conversation:
             limit = f"data.max_response_length={self._longest} or data.max_prompt_length"
         raise EpisodeOver(f"the episode is over: no further answer is allowed by {limit}")
 
-    def _continued(self, messages: list[dict[str, Any]], language: Language) -> Context | None:
+    def _continued(self, messages: list[dict[str, Any]], chat_format: ChatFormat) -> Context | None:
         """Return the context with the longest conversation that `messages` repeat; None if they repeat none."""
         wanted = [_content(message) for message in messages]
         found: Context | None = None
         for context in self.contexts:
             known = context.heard
             longer = found is None or len(known) > len(found.heard)
-            free = context.language.key == language.key and not any(context is other for other in self._answering)
+            free = context.chat_format.key == chat_format.key and not any(context is other for other in self._answering)
             # Further messages of an assistant are not answers of the policy.
             follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
             if longer and free and follows and wanted[: len(known)] == known:
@@ -299,7 +287,7 @@ class Conversation:
             return True
         for text in _texts(messages):
             for start in range(0, len(text), PIECE):
-                tokens -= max(0, len(self._language.bridge.content_ids(text[start : start + PIECE])) - SEAM)
+                tokens -= max(0, len(self._chat_format.bridge.content_ids(text[start : start + PIECE])) - SEAM)
                 if tokens < 0:
                     return False
         return True
@@ -307,7 +295,7 @@ class Conversation:
     def cut(self, message: dict[str, Any]) -> dict[str, Any]:
         """Cut a message in the middle to at most `agent.max_observation_tokens` tokens."""
         text, most = message["content"], self.config.max_observation_tokens
-        bridge = self._language.bridge
+        bridge = self._chat_format.bridge
         # A token is at least one byte, so most texts need not be encoded to be counted.
         if len(text.encode()) <= most:
             return message

@@ -1,4 +1,18 @@
-"""One episode: the policy answers, the world replies, until the episode ends."""
+"""One episode: the policy and its player take turns until a deadline, and the result is a row's record.
+
+The flow of an episode:
+
+    rollout/episodes.py    starts one coroutine for each sample of a chunk of prompts
+    rollout/agents.py      `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
+    episode.py             `run` sets the deadline, lets the player play, and makes the record, an `Episode`
+      player.py            `Player`: an episode goes in turns, or a program drives it
+        turns.py           the policy answers, environment or tools reply, the policy answers again
+        program.py         the user's program requests answers: by `chat`, or by a client at the `endpoint/`
+      conversation.py      keeps the contexts: each answer of the policy continues the tokens before it
+        tokens/bridge.py   gives the tokens between two answers, by the model's own chat template
+        the engine (`Ask`) samples the answer
+        tokens/calls.py    reads text, reasoning and tool calls of the answer
+"""
 
 import asyncio
 import json
@@ -7,17 +21,12 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.agent.context import Context
 from pipeline.agent.conversation import Ask, Conversation
-from pipeline.agent.driven import Program, drive
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
-from pipeline.agent.forms import joined
-from pipeline.agent.language import Language
-from pipeline.agent.world import Played, World
+from pipeline.agent.player import Player
+from pipeline.agent.tokens.chat_format import ChatFormat
+from pipeline.agent.tokens.context import Context
 from pipeline.config.agent import AgentConfig
-
-Opened = tuple[Played | None, World] | tuple[Program, None]
-"""The process of an episode, None for a single answer; and its world, None if a program drives it."""
 
 
 @dataclass
@@ -63,8 +72,8 @@ class Episode:
 
 async def run(
     row: dict[str, Any],
-    opened: Awaitable[Opened],
-    language: Language,
+    opened: Awaitable[Player],
+    chat_format: ChatFormat,
     ask: Ask,
     longest: int,
     stop: Sequence[str] = (),
@@ -74,86 +83,64 @@ async def run(
 
     Args:
         row: `prompt`, `data_source`, `ground_truth` and `extra_info`.
-        opened: the process of the episode, and its world; see `Opened`.
-        language: language of the engine.
+        opened: starts the process of the episode, and returns its player.
+        chat_format: chat format of the engine.
         ask: the policy.
         longest: most tokens after the prompt, by the row's settings.
         stop: texts that end an answer.
         spent_s: seconds that the episode took before it began again.
     """
-    config: AgentConfig = language.config
+    config: AgentConfig = chat_format.config
     began = time.monotonic() - spent_s
-    conversation = Conversation(language, ask, min(longest, language.max_response_length), stop)
-    episode = Episode(conversation.contexts, list(row["prompt"]))
-    session: Played | Program | None = None
-    world: World | None = None
-    well = False
+    conversation = Conversation(chat_format, ask, min(longest, chat_format.max_response_length), stop)
+    player: Player | None = None
+    well, ended, error = False, "error", None
     try:
         async with asyncio.timeout(config.episode_timeout_s - spent_s):
-            begun = await opened
-            session = begun[0]
-            if begun[1] is None:
-                episode.ended, episode.parts = await drive(conversation, begun[0], row)
-            else:
-                world = begun[1]
-                episode.ended = await _turns(episode, conversation, row, begun[0], world)
+            player = await opened
+            ended = await player.play(conversation, row)
         well = True
     except EpisodeFailed as failed:
-        episode.ended, episode.error, episode.lost = "error", str(failed), isinstance(failed, EpisodeLost)
+        error = failed
     except TimeoutError:
-        episode.ended = "timeout"
-        if config.late == "error":
+        ended = "timeout"
+        if config.on_timeout == "error":
             limit = f"{config.episode_timeout_s:g} s (agent.episode_timeout_s)"
-            place = await session.place() if session is not None and world is None else ""
-            episode.error = str(EpisodeFailed(f"the episode took longer than {limit}{place}"))
+            place = await player.place() if player is not None else ""
+            error = EpisodeFailed(f"the episode took longer than {limit}{place}")
     finally:
-        if session is not None:
-            await session.close(well)
-    seconds = time.monotonic() - began
-    episode.turns = conversation.turns
+        if player is not None:
+            await player.close(well)
+    return _record(row, conversation, player, ended, error, time.monotonic() - began)
+
+
+def _record(
+    row: dict[str, Any],
+    conversation: Conversation,
+    player: Player | None,
+    ended: str,
+    error: EpisodeFailed | None,
+    seconds: float,
+) -> Episode:
+    """Make the result of an episode; without a player, its process has not begun."""
+    episode = Episode(
+        conversation.contexts,
+        player.messages if player is not None and player.messages else list(row["prompt"]),
+        turns=conversation.turns,
+        ended=ended,
+        error=None if error is None else str(error),
+        lost=isinstance(error, EpisodeLost),
+        parts={} if player is None else player.parts,
+    )
     last = max(conversation.contexts, key=lambda context: context.turn, default=None)
     if last is not None:
         episode.finish_reason, episode.response = last.finish_reason, last.text
-    if world is None:
-        # The last answer of the row is the answer to the last request.
-        conversation.contexts.sort(key=lambda context: context.turn)
-        if conversation.contexts:
-            episode.messages = joined([context.messages for context in conversation.contexts])
-    calls, mistakes = conversation.calls, conversation.mistakes
-    if world is not None:
-        episode.parts = world.parts
-        calls, mistakes = world.calls, world.mistakes
     episode.numbers = {
-        **{name: mistakes[name] for name in ("malformed", "unknown", "tool_errors")},
-        "calls": dict(calls),
+        **{name: conversation.mistakes[name] for name in ("malformed", "unknown", "tool_errors")},
+        "calls": dict(conversation.calls),
         "cut_observations": conversation.cut_observations,
         "episode_s": round(seconds, 4),
         "engine_s": round(conversation.engine_s, 4),
         "env_s": round(seconds - conversation.engine_s, 4),
     }
     return episode
-
-
-async def _turns(
-    episode: Episode, conversation: Conversation, row: dict[str, Any], session: Played | None, world: World
-) -> str:
-    """Take turns until the episode ends; returns its end, as in the column `ended`."""
-    first = (session.opened if session is not None else None) or []
-    if isinstance(first, str):
-        # Many templates write a message of role `tool` only after a call.
-        first = [{"role": "user", "content": first}]
-    context = conversation.begin([*row["prompt"], *first])
-    episode.messages = context.messages
-    while True:
-        answer = await conversation.answer(context)
-        last = answer.full or conversation.turns == world.config.max_turns
-        reply = await world.reply(answer.message, answer.malformed, last)
-        context.set_reward(reply.reward, reply.trains)
-        ended = reply.ended or ("length" if answer.full else "turns" if last else "")
-        following = None if ended else conversation.observe(context, reply.messages)
-        if following is None:
-            # The last reply is for readers of the record; the policy does not read it.
-            episode.messages = context.messages + ([conversation.cut(m) for m in reply.messages] if ended else [])
-            return ended or "length"
-        context = following
-        episode.messages = context.messages

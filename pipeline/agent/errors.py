@@ -1,6 +1,6 @@
 """Failures of episodes on the run's side."""
 
-from pipeline.agent import frames
+from pipeline.agent.inside import frames
 
 
 class EpisodeFailed(Exception):

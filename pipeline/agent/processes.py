@@ -8,7 +8,7 @@
     await session.close()
     await processes.close()                                       # no process is left
 
-All calls run on one event loop. The program of the processes is `host.py`.
+All calls run on one event loop. The program of the processes is `inside/main.py`.
 
 With `agent.episodes_per_process` a process serves further episodes, if the one before ended well and left no thread,
 child, task or timer. An episode that does not begin in such a process begins again in a fresh one.
@@ -19,12 +19,15 @@ half of it CPU time of the run, and 1.8 MiB of memory that a process shares with
 
 import asyncio
 import itertools
+import logging
 from typing import Any
 
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.session import Session
-from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
+from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 from pipeline.config.agent import AgentConfig
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # seconds until the next attempt to start a process that the machine had no room for
 
@@ -34,15 +37,15 @@ class Processes:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
-        self._zygote: Zygote | None = None
-        self._loaded: Loaded | None = None
+        self._zygote: ZygoteHandle | None = None
+        self._loaded: LoadedCode | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
         self._sessions: set[Session] = set()
         self._free: list[Session] = []
         """Ended sessions whose processes may serve another session."""
 
-    async def start(self) -> Loaded:
+    async def start(self) -> LoadedCode:
         """Import the user's files, unless it is done.
 
         Raises:
@@ -50,13 +53,15 @@ class Processes:
         """
         return (await self._started())[1]
 
-    async def _started(self) -> tuple[Zygote, Loaded]:
+    async def _started(self) -> tuple[ZygoteHandle, LoadedCode]:
         async with self._starting:
             if self._zygote is None or self._loaded is None or self._zygote.lost is not None:
                 await self._end_zygote()
-                self._zygote = Zygote(self._config)
+                self._zygote = ZygoteHandle(self._config)
                 try:
                     self._loaded = await self._zygote.load()
+                    if self._loaded.note:
+                        log.warning(self._loaded.note)
                 except BaseException:
                     await self._end_zygote()
                     raise
@@ -72,7 +77,7 @@ class Processes:
 
         Args:
             row: `prompt`, `data_source`, `ground_truth` and `extra_info`, as JSON data.
-            seed: seed of the environment's `open`.
+            seed: seed of the environment's `reset`.
             timeout_s: seconds for all of it; if the machine has no room for a process, the start is retried until then.
 
         Raises:

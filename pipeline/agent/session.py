@@ -1,4 +1,4 @@
-"""One episode on the run's side: requests to its process (`host.py`), and the handling of failures."""
+"""One episode on the run's side: requests to its process (`inside/main.py`), and the handling of failures."""
 
 import asyncio
 import copy
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
+from pipeline.agent.arguments import mistake, whole
+from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer, FrameReceiver, Send, as_fields
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
-from pipeline.agent.replies import Returned, checked, checked_content, checked_result
-from pipeline.agent.schema import mistake, whole
-from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
+from pipeline.agent.inside import frames
+from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation
+from pipeline.agent.inside.replies import ProgramResult, checked, checked_content, checked_result
+from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ PLACE_S = 2.0
 PLACE = 300
 """Most characters of that report."""
 _READ = 1 << 16
-Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
+Asking = Callable[[Send], AbstractAsyncContextManager[FrameReceiver]]
 
 
 class Session:
@@ -44,10 +45,10 @@ class Session:
     """
 
     def __init__(
-        self, zygote: Zygote, number: int, loaded: Loaded, further: int, keep: Callable[["Session"], None]
+        self, zygote: ZygoteHandle, number: int, loaded: LoadedCode, further: int, keep: Callable[["Session"], None]
     ) -> None:
         self.opened: Content = None
-        """The content that the environment's `open` returned."""
+        """The content that the environment's `reset` returned."""
         self.found_room = True
         """False if the machine is known to have had no room for the process."""
         self.closing: asyncio.Task[None] | None = None
@@ -76,8 +77,8 @@ class Session:
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> None:
         """Begin the episode; called by `Processes.open`."""
-        reply = await self._ask("open", "open", timeout_s, row=row, seed=seed)
-        self.opened = self._checked(lambda: checked_content(reply.get("opened"), "open"))
+        reply = await self._ask("reset", "reset", timeout_s, row=row, seed=seed)
+        self.opened = self._checked(lambda: checked_content(reply.get("opened"), "reset"))
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Return the environment's answer to a message.
@@ -98,7 +99,7 @@ class Session:
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
-        # A server's schema may have many forms, and an answer many values; each value is tried on each form.
+        # It may take `CHECK_S`.
         problem = await asyncio.to_thread(mistake, self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)
@@ -108,7 +109,7 @@ class Session:
             raise PolicyMistake(str(reply["mistake"]))
         return str(reply.get("text"))
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program of the episode and return its result.
 
         Args:
@@ -120,22 +121,22 @@ class Session:
             EpisodeFailed: the program raised anything else, ended, or returned a malformed result.
         """
         try:
-            return await self.drive(row, lambda send: Questions(chat, send))
+            return await self.drive(row, lambda send: ChatServer(chat, send))
         except ChatFailed as failed:
             raise failed.error from None
 
-    async def drive(self, row: dict[str, Any], asked: Asking) -> Returned:
+    async def drive(self, row: dict[str, Any], asked: Asking) -> ProgramResult:
         """Run the program as `run` does; `asked` makes the receiver of the program's questions."""
         reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))
         return self._returned(reply)
 
-    def _returned(self, reply: dict[str, Any]) -> Returned:
+    def _returned(self, reply: dict[str, Any]) -> ProgramResult:
         reply.pop("id", None)
-        return self._checked(lambda: checked_result(Returned(**reply), "the program"))
+        return self._checked(lambda: checked_result(ProgramResult(**reply), "the program"))
 
-    async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Returned:
+    async def command(self, row: dict[str, Any], variables: dict[str, str]) -> ProgramResult:
         """Run the command of the episode, or its program with a client, and return the result.
 
         Args:

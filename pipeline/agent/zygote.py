@@ -1,4 +1,4 @@
-"""The run's side of the zygote, the process that environment processes are forked from (`host.py`)."""
+"""The run's side of the zygote, the process that environment processes are forked from (`inside/main.py`)."""
 
 import asyncio
 import json
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.agent import frames
-from pipeline.agent.host import END_S, START
-from pipeline.agent.remote import MCP, OPENENV
+from pipeline.agent.arguments import check_schema
+from pipeline.agent.inside import frames
+from pipeline.agent.inside.main import END_S, START
+from pipeline.agent.inside.remote import MCP, OPENENV
 from pipeline.config.agent import AgentConfig
 
 START_S = 120.0  # seconds in which the user's files must be imported
@@ -29,7 +30,7 @@ _READ = 1 << 16
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCode:
     """A description of the loaded user code."""
 
     tools: list[dict[str, Any]]
@@ -44,9 +45,11 @@ class Loaded:
     """True if processes are forked; otherwise each episode starts a fresh interpreter."""
     client: bool = False
     """True if the program has a client of its own (`Code.client`)."""
+    note: str = ""
+    """A sentence for the author of the user's files; empty if there is none."""
 
 
-class End(NamedTuple):
+class ProcessEnd(NamedTuple):
     """The end of an episode's process."""
 
     words: str
@@ -60,7 +63,7 @@ class ZygoteLost(Exception):
     """The zygote has ended; the message describes how."""
 
 
-class Zygote:
+class ZygoteHandle:
     """The handle of a keeper, its zygote, and the processes of their episodes.
 
     Raises:
@@ -69,11 +72,11 @@ class Zygote:
 
     def __init__(self, config: AgentConfig) -> None:
         named = [spec for spec in [config.environment, *config.tools] if spec and spec.startswith((MCP, OPENENV))]
-        self._start_s = START_S + config.open_timeout_s * len(named)  # and the time of each server to answer
+        self._start_s = START_S + config.reset_timeout_s * len(named)  # and the time of each server to answer
         self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._ended: dict[int, asyncio.Future[End]] = {}  # end of an episode's process, by its number
+        self._ended: dict[int, asyncio.Future[ProcessEnd]] = {}  # end of an episode's process, by its number
         self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
         self._inbox = bytearray()
         self._mourning: asyncio.Task[None] | None = None
@@ -108,7 +111,7 @@ class Zygote:
                 ) from None
         self._loop.add_reader(self._control, self._receive)
 
-    async def load(self) -> Loaded:
+    async def load(self) -> LoadedCode:
         """Wait until the user's files are imported; returns their description.
 
         Raises:
@@ -123,7 +126,12 @@ class Zygote:
             raise ValueError(f"agent.python: {self._python}: {lost} as it began{self._last_line()}") from None
         if "refused" in first:
             raise ValueError(first["refused"])
-        return Loaded(**first)
+        for schema in first["tools"]:
+            try:
+                await asyncio.to_thread(check_schema, schema)
+            except ValueError as error:
+                raise ValueError(f"agent.tools: {error}") from None
+        return LoadedCode(**first)
 
     def _last_line(self) -> str:
         """Return a clause with the last line on standard error; empty if there is none."""
@@ -131,7 +139,7 @@ class Zygote:
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
-    def open(self, number: int, connection: socket.socket) -> asyncio.Future[End]:
+    def open(self, number: int, connection: socket.socket) -> asyncio.Future[ProcessEnd]:
         """Start the process of an episode; `connection` is its end of the connection, which is closed here.
 
         Returns:
@@ -234,7 +242,7 @@ class Zygote:
         if ended is not None and not ended.done():
             started = "error" not in event
             words = f"its process ended with {_code(event['code'])}" if started else event["error"]
-            ended.set_result(End(words, started))
+            ended.set_result(ProcessEnd(words, started))
 
     async def _mourn(self) -> None:
         """Wait for the end of the zygote, which closed its connection, and report how it ended."""
@@ -261,12 +269,12 @@ class Zygote:
             self._first.exception()
         for ended in self._ended.values():
             if not ended.done():
-                ended.set_result(End(how, lost=True))
+                ended.set_result(ProcessEnd(how, lost=True))
         self._ended.clear()
 
 
 def _settings(config: AgentConfig) -> dict[str, Any]:
-    """Make the settings of an environment process (`host.START`)."""
+    """Make the settings of an environment process (`main.START`)."""
     return {
         "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
         "package": str(_PACKAGE),
@@ -278,7 +286,7 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
-            "within_s": config.open_timeout_s,
+            "within_s": config.reset_timeout_s,
         },
     }
 

@@ -1,4 +1,4 @@
-"""Settings of advantages, KL in the reward, off-policy correction and the order of the stream (`algorithm.*`)."""
+"""Settings of advantages, KL in the reward, off-policy correction and dynamic sampling (`algorithm.*`)."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,19 +9,20 @@ from pipeline.config.learner import KL_ESTIMATES
 
 @dataclass
 class KLControlConfig:
-    """The coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
     type: str = setting("fixed", choices=("fixed", "adaptive"))
-    """`fixed`, or `adaptive`: raised while the KL is above `target_kl`, lowered while below."""
+    """Controller of the coefficient: `fixed` keeps it; `adaptive` raises it while the KL is above `target_kl` and
+    lowers it while the KL is below."""
 
     kl_coef: float = setting(0.001, at_least=0)
-    """The coefficient; of an adaptive controller, the first one."""
+    """Coefficient of the KL penalty. With `type=adaptive`, its first value."""
 
     target_kl: float = setting(0.1, above=0)
-    """KL per token that the adaptive controller aims at."""
+    """KL per token that `type=adaptive` steers to."""
 
     horizon: int = setting(10000, at_least=1)
-    """Rows over which the adaptive controller may change the coefficient by 20 percent."""
+    """Rows in which `type=adaptive` may change the coefficient by 20 percent."""
 
 
 @dataclass
@@ -29,61 +30,62 @@ class RolloutCorrectionConfig:
     """Correction of the gap between the engine's policy and the trainer's."""
 
     rollout_is: str | None = None
-    """Importance weights: `token`, `sequence` (one per response) or `none`. Null takes `token` if
-    `algorithm.max_staleness` is above 0 and the loss does not weigh by that ratio already."""
+    """Importance weights of rows: `token` (one per token), `sequence` (one per response) or `none`. Null takes `token`
+    if `algorithm.max_staleness` is above 0 and the loss does not already weigh by that ratio, else `none`."""
 
     rollout_is_threshold: str = "2.0"
-    """One number caps the weights; `low_high`, such as `"0.5_2.0"`, sets weights outside to 0."""
+    """Bounds of the weights. One number is a cap: larger weights are lowered to it. `low_high`, such as `"0.5_2.0"`,
+    sets weights outside to 0."""
 
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the iteration."""
 
     rollout_rs: str | None = None
-    """Rejection [rules](algorithms.md#off-policy-correction), comma separated; null rejects nothing."""
+    """Rejection [rules](algorithms.md#off-policy-correction), separated by commas. Null rejects no row."""
 
     rollout_rs_threshold: str | None = None
-    """One bound per rule, comma separated."""
+    """Bounds of the rejection rules, one per rule, separated by commas."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling: groups whose rewards all agree teach nothing, and others are
-    generated in their place."""
+    """Dynamic sampling. If all rewards of a group are equal, its advantages are 0 and it teaches nothing: such groups
+    are left out, and others are generated in their place."""
 
     enable: bool = False
-    """Leave out groups that agree, and generate until `data.train_batch_size` others are there."""
+    """Leave out groups with equal rewards, and generate until `data.train_batch_size` other groups are there."""
 
     metric: str = "score"
-    """Value that is compared: `score`, or a part of the reward, such as `acc`."""
+    """Value that is compared within a group: `score`, or a part of the reward, such as `acc`."""
 
     max_num_gen_batches: int = setting(10, at_least=1)
-    """Most batches of `data.train_batch_size` groups generated for one iteration; if they do not fill it, the run
-    ends."""
+    """Limit of generation per iteration, in batches of `data.train_batch_size` groups. If they do not fill the
+    iteration, the run ends."""
 
     surplus: str = setting("discard", choices=("discard", "carry"))
-    """Groups that the iteration has no room for: `discard` them, or `carry` them into the next (needs
+    """Groups beyond `data.train_batch_size`: `discard` them, or `carry` them into the next iteration (needs
     `algorithm.max_staleness` above 0)."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """How rewards become advantages, and how old a row may be."""
+    """Advantages, and the staleness of rows."""
 
     adv_estimator: str = setting("grpo", path="code")
-    """Name of the advantage estimator, or an import path `package.module:function`."""
+    """Advantage estimator: a name, or a function of your own as `package.module:function`."""
 
     adv_estimator_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
 
     gamma: float = setting(1.0, at_least=0, at_most=1)
-    """Discount per token of `gae`, `reinforce_plus_plus` and `remax`."""
+    """Discount per token, for `gae`, `reinforce_plus_plus` and `remax`."""
 
     turn_gamma: float = setting(1.0, at_least=0, at_most=1)
-    """Discount per turn of an episode, of `turn_grpo`, and beside `gamma` of `gae`, `reinforce_plus_plus` and
-    `remax`."""
+    """Discount per turn of an episode, for `turn_grpo`; for `gae`, `reinforce_plus_plus` and `remax` it multiplies
+    `gamma` at the end of each turn."""
 
     lam: float = setting(1.0, at_least=0, at_most=1)
-    """GAE's lambda: 1 is the whole return, 0 one step."""
+    """Lambda of GAE: 1 sums rewards to the end of the response, 0 takes one step and the next value."""
 
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages of `grpo`, `turn_grpo`, `gdpo` and `grpo_passk` by the group's standard deviation."""
@@ -92,14 +94,14 @@ class AlgorithmConfig:
     """Rewards that `gdpo` normalises one by one: parts of the reward, or `score`."""
 
     gdpo_reward_weights: list[float] | None = None
-    """Weight of each of `gdpo_reward_keys`; null: equal."""
+    """Weights of `gdpo_reward_keys`, in their order. Null weighs them equally."""
 
     f_norm: float = setting(1.0, above=0)
-    """Divisor of `gpg` advantages."""
+    """Divisor of the advantages of `gpg`."""
 
     handle_zero_tail: bool = True
-    """Optimal token baselines, where only one response of the group reaches: true takes a baseline of 0, false the
-    response's own return."""
+    """Baseline of a token position that only one response of the group reaches, for optimal token baselines: 0 if true,
+    the response's own return (so the advantage is 0) if false."""
 
     use_kl_in_reward: bool = False
     """Subtract `kl_ctrl.kl_coef` times the KL to the reference from each token's reward."""
@@ -114,19 +116,19 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     max_staleness: int = setting(0, at_least=0)
-    """Policy versions that a row may be older than the one that trains on it. 0 is strictly on-policy; 1 hides the
-    shorter of generation and training."""
+    """Staleness limit: policy versions that a row may be older than the version that trains on it. 0 is strictly
+    on-policy. With 1, generation and training run at the same time."""
 
     def problems(self) -> dict[str, object]:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
         adaptive, groups = self.kl_ctrl.type == "adaptive", self.filter_groups
         return {
-            "{algorithm.kl_ctrl.type} adapts the KL in the reward and {algorithm.use_kl_in_reward}; set that to true, "
-            "or the type to fixed (the KL in the loss has the fixed weight actor.kl_loss_coef)": (
+            "{algorithm.kl_ctrl.type} adapts the KL in the reward, but {algorithm.use_kl_in_reward}; set it to true, "
+            "or set type=fixed (the KL in the loss has the fixed weight actor.kl_loss_coef)": (
                 adaptive and not self.use_kl_in_reward
             ),
-            "{algorithm.kl_ctrl.kl_coef} with {algorithm.kl_ctrl.type}: the controller multiplies the coefficient, and "
-            "0 stays 0; begin above 0": adaptive and self.use_kl_in_reward and self.kl_ctrl.kl_coef == 0,
+            "{algorithm.kl_ctrl.kl_coef} with {algorithm.kl_ctrl.type}: the controller multiplies the coefficient, so "
+            "0 stays 0; set it above 0": adaptive and self.use_kl_in_reward and self.kl_ctrl.kl_coef == 0,
             "{algorithm.filter_groups.enable} needs algorithm.filter_groups.metric: `score`, or a part of the reward "
             "such as `acc`": groups.enable and not groups.metric,
             "{algorithm.filter_groups.surplus} trains on groups of an older version, which {algorithm.max_staleness} "

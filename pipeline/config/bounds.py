@@ -1,10 +1,10 @@
-"""The values that a setting may take, declared beside its field.
+"""Bounds of settings, declared with their fields.
 
     n: int = setting(1, at_least=1)
     update: str = setting("in_flight", choices=("between_chunks", "in_flight"))
 
-`violations` compares each setting with its bounds. `sentences` reads tables of settings that exclude each other: of one
-section in its `problems` method, of several in `plan/checks.py`.
+`violations` compares each setting with its bounds. `sentences` reads tables of settings that exclude each other: the
+`problems` method of a section has those within the section, `plan/checks.py` those between sections.
 """
 
 import copy
@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config.renamed import VALUES
 from pipeline.config.schema import value_of
 
-_KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
+_KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)(:key)?\}")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Bounds:
     below: float | None = None
     choices: tuple[str | None, ...] = ()
     or_value: float | None = None
-    """A value outside the bounds that is allowed too, such as -1 for "no limit"."""
+    """One more allowed value outside the bounds, such as -1 for "no limit"."""
     infinite: bool = False
-    """Whether the value may be infinite."""
+    """True if the value may be infinite."""
 
     def allow(self, value: Any) -> bool:
-        """Whether one value lies within the bounds."""
+        """Return True if the value lies within the bounds."""
         if self.choices:
             return value in self.choices
         if self.or_value is not None and value == self.or_value:
@@ -50,7 +50,7 @@ class Bounds:
         return all(compare(value, limit) for _, limit, compare in self._limits())
 
     def words(self) -> str:
-        """The bounds as they read behind "must be"."""
+        """Return the bounds as text that continues "must be"."""
         if self.choices:
             return "one of " + ", ".join("null" if choice is None else choice for choice in self.choices)
         text = " and ".join(f"{name} {limit:g}" for name, limit, _ in self._limits()) or "a number"
@@ -67,11 +67,11 @@ class Bounds:
 
 
 FINITE = Bounds()
-"""The bounds of a number without other bounds."""
+"""Bounds of a number without other bounds."""
 
 
 def setting(default: Any, path: str | None = None, **bounds: Any) -> Any:
-    """A dataclass field with a default value and `Bounds`.
+    """Declare a dataclass field with a default value and `Bounds`.
 
     Args:
         default: the value; a list or a mapping is copied for each instance.
@@ -85,23 +85,24 @@ def setting(default: Any, path: str | None = None, **bounds: Any) -> Any:
 
 
 def bounds_of(owner: type, name: str) -> Bounds:
-    """The bounds of the field `name` of the dataclass `owner`; `FINITE` where the field declares none."""
+    """Return the bounds of the field `name` of the dataclass `owner`; `FINITE` if it declares none."""
     fields = {item.name: item for item in dataclasses.fields(owner)}
     return fields[name].metadata.get("bounds", FINITE)
 
 
-def violations(tree: Any, prefix: str = "") -> Iterator[str]:
-    """One sentence per setting of the dataclass instance `tree` that lies outside its bounds.
+def violations(tree: Any, prefix: str = "", spelled: Callable[[str], str] = str) -> Iterator[str]:
+    """Yield one sentence for each setting of the dataclass instance `tree` that lies outside its bounds.
 
     Args:
         tree: the settings.
         prefix: dotted name of `tree` with a trailing dot; empty for the root.
+        spelled: from a key to the key as it is given; see `AgentConfig.spelling`.
     """
     for item in dataclasses.fields(tree):
-        key = prefix + item.name
+        key = spelled(prefix + item.name)
         value = getattr(tree, item.name)
         if dataclasses.is_dataclass(value):
-            yield from violations(value, key + ".")
+            yield from violations(value, f"{prefix}{item.name}.", spelled)
             continue
         bounds = item.metadata.get("bounds", FINITE)
         if isinstance(value, bool | dict) or (value is None and not bounds.choices):
@@ -114,17 +115,21 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{key}={as_argument(value)} must be {len(item.default)} numbers"
         elif not bounds.allow(value):
             null = ", or null" if item.default is None and not bounds.choices else ""
-            _, removed = VALUES.get(key, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
-            why = f"; {value} was removed: {removed}" if removed else ""
+            _, removed = VALUES.get(prefix + item.name, {}).get(value, ("", "")) if isinstance(value, str) else ("", "")
+            why = f"; {value} no longer exists: {removed}" if removed else ""
             yield f"{key}={as_argument(value)} must be {bounds.words()}{null}{why}"
 
 
-def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:
-    """The sentences of `table` (sentence: whether it applies) that apply; `{rollout.n}` becomes `rollout.n=8`."""
+def sentences(config: Any, table: Mapping[str, object], spelled: Callable[[str], str] = str) -> Iterator[str]:
+    """Return the sentences of `table` whose value is true.
+
+    `{rollout.n}` in a sentence becomes `rollout.n=8`, and `{rollout.n:key}` the key as `spelled` gives it.
+    """
 
     def filled(match: re.Match[str]) -> str:
+        key = spelled(match[1])
         try:
-            return f"{match[1]}={as_argument(value_of(config, match[1]))}"
+            return key if match[2] else f"{key}={as_argument(value_of(config, match[1]))}"
         except AttributeError:
             # Text of the user's in braces.
             return match[0]
@@ -133,7 +138,7 @@ def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:
 
 
 def as_argument(value: Any) -> str:
-    """A value as it is written in a `key=value` argument."""
+    """Format a value as in a `key=value` argument."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Composition of settings: YAML files and command-line arguments become one tree of dataclasses.
 
-Hydra lays `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments over the
-dataclasses, so types are checked and an unknown key is refused. An error of Hydra becomes one sentence that names the
+Hydra merges `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments into the
+dataclasses, so types are checked and unknown keys are refused. An error of Hydra becomes one sentence that names the
 file or argument, the key, the expected value and the nearest valid key. No other module uses Hydra.
 """
 
@@ -30,22 +30,24 @@ from yaml import YAMLError
 from pipeline.config import mappings
 from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
-from pipeline.config.renamed import FORGOTTEN, VALUES
+from pipeline.config.renamed import FORGOTTEN, MOVED, VALUES
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 UNKNOWN_SOURCE = "the config"
+_READ = ("True", "False", "None")
+"""Names that YAML has read as other values than text: `on`, `off`, `~`."""
 
 T = TypeVar("T")
 
 _structured: Callable[[type], Any] = cache(OmegaConf.structured)
-"""A dataclass as OmegaConf holds it, to be copied and never changed: making it takes five times as long."""
+"""OmegaConf's form of a dataclass, cached because making it takes five times as long as a copy. Never change it."""
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that cannot be run; the message says which and what to do."""
+    """Error for a setting, or a combination of settings, that cannot be run. The message names it and the remedy."""
 
 
 class UnknownKey(ConfigError):
@@ -68,7 +70,7 @@ def load_config(
     config_dir: str | Path | None = None,
     base: Config | None = None,
 ) -> Config:
-    """The settings of a training run; see `load`. Whether values fit together is for `checks.check`."""
+    """Return the settings of a training run; see `load`. `checks.check` tests whether values fit together."""
     return load(Config, overrides, config_name, config_dir, base)
 
 
@@ -79,17 +81,17 @@ def load(
     config_dir: str | Path | None = None,
     base: T | None = None,
 ) -> T:
-    """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
+    """Return an instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
 
     The YAML file's defaults list may name `<config_name>_schema`: Hydra then checks each file as it is merged, so an
     error can name the file.
 
     Args:
-        schema: Dataclass whose fields all have defaults; nested dataclasses are sections.
-        overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
-        config_name: Name of the first file, without `.yaml`.
-        config_dir: Further folder with config files of your own, searched besides `configs/`.
-        base: Settings to begin with instead of the defaults.
+        schema: dataclass whose fields all have defaults; nested dataclasses are sections.
+        overrides: arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
+        config_name: name of the first file, without `.yaml`.
+        config_dir: another folder with config files, searched in addition to `configs/`.
+        base: settings to begin with instead of the defaults.
 
     Raises:
         ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
@@ -103,7 +105,7 @@ def load(
     primary = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), None)
     if primary is None:
         found = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
-        raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
+        raise ConfigError(f"the config file {config_name}.yaml does not exist; there are: {', '.join(found)}")
 
     overrides = [expand_argument(text) for text in overrides]
     arguments, entries = _checked(overrides, schema, folders)
@@ -120,6 +122,7 @@ def load(
         for key in keys(schema).values():
             if typing.get_origin(key.type) is dict:
                 mappings.check(key, value_of(config, key.name))
+        mappings.compose_sections(config)
     except RecursionError as error:
         raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -132,7 +135,7 @@ def load(
 
 
 def _restore_tuples(config: Any) -> None:
-    """Make tuples again of what OmegaConf turned into lists."""
+    """Turn lists back into tuples: OmegaConf has only lists."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
@@ -142,7 +145,7 @@ def _restore_tuples(config: Any) -> None:
 
 
 def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Entry]]:
-    """The overrides as Hydra needs them, and those of mappings with free names.
+    """Split the arguments into Hydra's arguments and entries of mappings with free names.
 
     Raises:
         ConfigError: an argument cannot be read, or its key or config file does not exist.
@@ -160,7 +163,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
             continue
         try:
             override = parser.parse_override(text)
-        # Of integers of thousands of digits, Python says what is wrong by a ValueError.
+        # Python refuses integers of thousands of digits with a ValueError.
         except (HydraException, RecursionError, ValueError) as error:
             raise ConfigError(
                 f"the argument {text!r:.200} cannot be read as key=value ({str(error).splitlines()[0]:.200}); "
@@ -189,7 +192,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
 
 
 def _parsed(parser: OverridesParser, value: str) -> Any:
-    """A value in Hydra's grammar.
+    """Read a value in Hydra's grammar.
 
     Raises:
         ValueError: it cannot be read, or it is several values.
@@ -204,10 +207,10 @@ def _parsed(parser: OverridesParser, value: str) -> Any:
 
 
 def _choice(group: str, value: Any, folders: list[Path]) -> str:
-    """The argument that lays the file, or the files, `value` of `group` over the settings before them.
+    """Return the argument with which Hydra merges the file or files `value` of `group` over earlier settings.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
     if value is None:
@@ -220,7 +223,7 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     for name in names:
         if name not in options:
-            raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
+            raise ConfigError(f"{group}={name}: this file does not exist; there are: {', '.join(options)}")
     return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
 
 
@@ -250,22 +253,27 @@ def _refusal(error: Exception, message: str, schema: type, folders: list[Path], 
     full_key = str(full_key)
 
     source, value = _source(message, full_key, folders, overrides)
-    if isinstance(cause, KeyValidationError):
+    section, _, name = full_key.rpartition(".")
+    if isinstance(cause, KeyValidationError) or name in _READ:
+        # The last part is the name as YAML read it: `on` is True. null is left out.
+        of_a_mapping = (mapping for mapping in valid if full_key.startswith(f"{mapping}."))
+        place = next(of_a_mapping, section if name in _READ else full_key)
         return ConfigError(
-            f"{source}: a name in {full_key} reads as a number, a truth value or null; names are text: write it in "
-            'quotes, such as "2024": 1'
+            f"{source}: a name in {place or 'the file'} reads as a number, a truth value (as on, off, yes and no do) "
+            'or null; names are text: write it in quotes, such as "2024": 1'
         )
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown(full_key, valid, source)
+        # OmegaConf names an unknown section without its keys, which show the section that was meant.
+        return _unknown(next(_leaf_keys(full_key, value)), valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
     return ConfigError(f"{source}: {key}={value} does not fit; expected {wanted}")
 
 
 def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
-    """The section to which the file that `message` names gives a plain value (OmegaConf does not say which)."""
+    """Find the section to which the file named in `message` gives a plain value (OmegaConf does not name it)."""
     sections = {".".join(name.split(".")[:i]) for name in valid for i in range(1, name.count(".") + 1)}
     for section in sorted(sections):
         source, value = _source(message, section, folders, [])
@@ -275,7 +283,8 @@ def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path])
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The YAML error, or the innermost OmegaConf error that knows its key, behind `error`; else `error` itself."""
+    """Return the YAML error, or the innermost OmegaConf error with a key, in the chain of causes of `error`; else
+    `error`."""
     found = error
     seen: BaseException | None = error
     while seen is not None:
@@ -286,7 +295,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
-    """Who set `full_key` (file or argument) and to what."""
+    """Return the file or argument that set `full_key`, and the value."""
     if message.startswith("In '"):
         name = message.split("'")[1]
         for folder in folders:
@@ -303,7 +312,7 @@ def _source(message: str, full_key: str, folders: list[Path], overrides: list[st
 
 
 def to_flat(config: Any) -> dict[str, Any]:
-    """Every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
+    """Return every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -315,7 +324,7 @@ def to_flat(config: Any) -> dict[str, Any]:
 
 
 def save_yaml(config: Any, path: str | Path) -> None:
-    """Write the resolved settings to `path` in one piece: a reader finds the old file or the new one."""
+    """Write the resolved settings to `path` atomically: a reader finds the old file or the new one."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     part.write_text(OmegaConf.to_yaml(dataclasses.asdict(config)), encoding="utf-8")
@@ -323,21 +332,23 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def load_yaml(path: str | Path, schema: type[T]) -> T:
-    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults. Removed keys
-    (`FORGOTTEN`) are left out, and removed values (`VALUES`) replaced.
+    """Read settings that `save_yaml` wrote. Missing keys take their defaults.
+
+    Old keys and values (`renamed`) become current ones.
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path}")
+        raise ConfigError(f"the config file {path} does not exist")
     try:
         content = OmegaConf.load(path)
         if not content:
             raise ConfigError(f"{path} is empty")
-        _replace_removed(content)
+        _update(content)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
+        mappings.compose_sections(config)
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
     except UnicodeDecodeError as error:
@@ -346,28 +357,30 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"
         raise _refusal(error, message, schema, [path.resolve().parent], []) from error
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error
     _restore_tuples(config)
     return typing.cast(T, config)
 
 
-def _replace_removed(content: Any) -> None:
-    """Leave out the keys of `FORGOTTEN`, and put current values in place of those of `VALUES`, of named agents, too."""
-    for key in (*FORGOTTEN, *VALUES):
+def _update(content: Any) -> None:
+    """Put current keys and values in place of old ones, also in named agents, and leave out the keys of `FORGOTTEN`."""
+    for key in (*FORGOTTEN, *MOVED, *VALUES):
         *sections, name = key.split(".")
         place = content
         for section in sections:
             place = place.get(section) if isinstance(place, DictConfig) else None
         named = place.get("named") if isinstance(place, DictConfig) else None
         for one in (place, *(named.values() if isinstance(named, DictConfig) else ())):
-            if not isinstance(one, DictConfig):
+            if not isinstance(one, DictConfig) or name not in one:
                 continue
-            if key in FORGOTTEN:
-                one.pop(name, None)
-            elif one.get(name) in VALUES[key]:
-                one[name] = VALUES[key][one[name]][0]
+            if key in VALUES:
+                one[name] = VALUES[key].get(one[name], (one[name],))[0]
+            elif (old := one.pop(name)) is not None and key in MOVED:
+                one[MOVED[key].rpartition(".")[2]] = old
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
-    """Settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
+    """Return the settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
     flat_a, flat_b = to_flat(config_a), to_flat(config_b)
     return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]

@@ -1,12 +1,12 @@
 """Arguments that set a mapping with free names, such as `reward.source_scale.openai/gsm8k=2`.
 
-Hydra's grammar takes few of the names that data sources have, so these arguments are read here and laid over the
-settings that Hydra has composed.
+Hydra's grammar allows few of the names that data sources have, so these arguments are read here and merged into the
+settings after Hydra has composed them.
 
     reward.source_scale.openai/gsm8k=2          if values are not mappings, all up to the first `=` is one name
     'reward.source_scale."x=y"=2'               a name in quotes, as in JSON
     'reward.rule_kwargs={"math.v2": {"strict": true}}'  JSON, or Hydra's {name: value}
-    ~reward.source_scale.openai/gsm8k           takes out a name that a file has set
+    ~reward.source_scale.openai/gsm8k           removes a name that a file has set
 """
 
 import json
@@ -14,15 +14,20 @@ import re
 import typing
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.schema import Key, expected
+from pipeline.config.agent import AgentConfig
+from pipeline.config.renamed import RENAMED
+from pipeline.config.reward import FunctionConfig
+from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
 
+SECTIONS: dict[str, type] = {"agent.named": AgentConfig, "reward.functions": FunctionConfig}
+"""Mappings whose values are sections, and the dataclass of these."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -31,22 +36,22 @@ class Entry:
     """One argument."""
 
     text: str
-    """As it was typed."""
+    """The argument as typed."""
     key: Key
-    """The mapping."""
+    """Setting that holds the mapping."""
     names: tuple[str, ...]
-    """Where inside the mapping."""
+    """Path inside the mapping."""
     value: Any
     removes: bool = False
 
     @property
     def place(self) -> str:
-        """The key with its names, as they are written."""
+        """Key and names as written in an argument."""
         return ".".join([self.key.name, *(_written(name) for name in self.names)])
 
 
 def key_of(text: str, valid: dict[str, Key]) -> Key | None:
-    """The mapping that the argument `text` sets, or sets a name of."""
+    """Return the mapping that the argument `text` sets, wholly or in part."""
     name = text.lstrip("+~")
     for key in valid.values():
         begins = typing.get_origin(key.type) is dict and name.startswith(key.name)
@@ -56,7 +61,7 @@ def key_of(text: str, valid: dict[str, Key]) -> Key | None:
 
 
 def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
-    """The argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
+    """Read the argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
 
     Raises:
         ValueError: the names or the value cannot be read, or the sentences of `parse`.
@@ -90,11 +95,11 @@ def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
 
 
 def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
-    """Put the entries into `settings`, one after the other. A mapping is merged with the one that is there, unless it
-    is empty.
+    """Merge the entries into `settings`, in order. A mapping is merged with the existing one, but an empty one replaces
+    it.
 
     Raises:
-        ValueError: a value has the wrong type, or a name to be taken out is not there.
+        ValueError: a value has the wrong type, or a name to be removed does not exist.
     """
     # Hydra forbids new names in mappings; sections have no others than their fields anyway.
     OmegaConf.set_struct(settings, None)
@@ -116,16 +121,58 @@ def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
 
 
 def check(key: Key, value: Any) -> None:
-    """Refuse values that OmegaConf lets pass.
+    """Refuse values that OmegaConf does not check.
 
     Raises:
         ValueError: a value of the mapping has the wrong type.
     """
     kind = typing.get_args(key.type)[1]
     for name, inner in value.items():
+        _check_names(f"{key.name}.{_written(name)}", inner)
         if not _fits(inner, kind):
             place = f"{key.name}.{_written(name)}"
             raise ValueError(f"{place}={inner!r} does not fit; expected {expected(kind)}")
+
+
+def _check_names(place: str, value: Any) -> None:
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if not isinstance(name, str):
+            raise ValueError(f'the name {name!r} in {place} is not text; write it in quotes, such as "2024": 1')
+        _check_names(f"{place}.{_written(name)}", inner)
+
+
+def compose_sections(config: Any) -> None:
+    """Give the settings in the mappings of `SECTIONS` the types of their keys.
+
+    Raises:
+        ValueError: a key is unknown, or a value has the wrong type.
+    """
+    for mapping in SECTIONS.keys() & keys(type(config)).keys():
+        sections = value_of(config, mapping)
+        sections.update({name: _section(mapping, name, settings) for name, settings in sections.items()})
+
+
+def _section(mapping: str, name: str, settings: Any) -> dict[str, Any]:
+    place, schema = f"{mapping}.{_written(name)}", SECTIONS[mapping]
+    if not isinstance(settings, dict):
+        raise ValueError(f"{place}={settings!r} does not fit; expected a mapping such as {{name: value}}")
+    # A section holds no further ones.
+    valid = {f"{place}.{inner}": key for inner, key in keys(schema).items() if not mapping.endswith(f".{inner}")}
+    given = {}
+    for inner, value in settings.items():
+        full = f"{place}.{inner}"
+        if (removed := RENAMED.get(f"{mapping.rpartition('.')[0]}.{inner}")) is not None:
+            raise ValueError(f"the key {full} no longer exists: {removed}")
+        if full not in valid:
+            raise ValueError(f"the config: {no_longer(full, valid) or unknown(full, valid)}")
+        try:
+            typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), {inner: value}))
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{full}={value!r} does not fit; expected {expected(valid[full].type)}") from error
+        given[inner] = getattr(typed, inner)
+        if typing.get_origin(valid[full].type) is dict:
+            check(replace(valid[full], name=full), given[inner])
+    return given
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -139,7 +186,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _mapping(node: Any, name: str) -> Any:
-    """The mapping `name` of `node`, made if it is not there."""
+    """Return the mapping `name` of `node`; create it if it is missing."""
     if not isinstance(node.get(name), DictConfig):
         node[name] = {}
     return node[name]
@@ -164,7 +211,7 @@ def _remove(settings: DictConfig, entry: Entry) -> None:
         node = node.get(name, {})
     if last not in node:
         there = ", ".join(map(_written, node)) or "none"
-        raise ValueError(f"the argument {entry.text!r} takes out {entry.place}, which is not set; there are: {there}")
+        raise ValueError(f"the argument {entry.text!r} removes {entry.place}, which is not set; there are: {there}")
     del node[last]
 
 
@@ -177,7 +224,7 @@ def _written(name: str) -> str:
 
 
 def _depth(kind: Any) -> int | None:
-    """Names from a mapping to its values; None if values may be mappings of any depth."""
+    """Return the number of names from a mapping to its values; None if values may be mappings of any depth."""
     value = typing.get_args(kind)[1]
     if value is Any:
         return None
@@ -188,7 +235,7 @@ def _depth(kind: Any) -> int | None:
 
 
 def _inner(kind: Any, names: int) -> Any:
-    """The type of what lies so many names inside a mapping."""
+    """Return the type of the values that lie `names` levels inside a mapping."""
     for _ in range(names):
         kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
     return kind
@@ -210,10 +257,10 @@ def _value(text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _named_by_text(value: Any, text: str) -> Any:
-    """`value` with text for names that Hydra reads as numbers, truth values or null.
+    """Replace names that Hydra reads as numbers, truth values or null by their text.
 
     Raises:
-        ValueError: it is not known how a name was written.
+        ValueError: the original spelling of a name is unknown.
     """
     if isinstance(value, list):
         return [_named_by_text(part, text) for part in value]

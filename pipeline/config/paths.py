@@ -1,4 +1,4 @@
-"""Paths in settings and arguments: `~` and `file://`, and whether a name means a folder or a model on the Hub."""
+"""Paths in settings and arguments: `~`, `file://`, and the choice between a local folder and a model on the Hub."""
 
 import dataclasses
 import os
@@ -11,17 +11,17 @@ from urllib.parse import unquote
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FILE_URL = re.compile(r"file:(?://(?:localhost)?)?(?=/(?!/))")
 OUR_FOLDERS = ("models", "runs")
-"""Folders that the commands write to; a path that begins with one of them is no name on the Hub."""
+"""Folders that the commands write to. A path that begins with one of them is not a name on the Hub."""
 
 
 def expand_home(value: Any) -> Any:
-    """A path with the home folder in place of `~`; URLs and values that are no text stay as they are."""
+    """Replace `~` at the beginning of a path by the home folder. URLs and values that are not text stay."""
     is_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
     return os.path.expanduser(value) if is_home else value
 
 
 def without_scheme(value: Any) -> Any:
-    """A path without `~` or `file://` at its beginning; other URLs, and values that are no text, stay as they are."""
+    """Remove `file://` or expand `~` at the beginning of a path. Other URLs, and values that are not text, stay."""
     if not isinstance(value, str) or not (local := FILE_URL.match(value)):
         return expand_home(value)
     path = value[local.end() :]
@@ -30,18 +30,18 @@ def without_scheme(value: Any) -> Any:
 
 
 def expand_argument(text: str) -> str:
-    """An argument `key=value` of a job with the home folder in place of `~`, which the shell leaves as it is there."""
+    """Replace `~` in an argument `key=value` by the home folder; the shell does not expand it after `=`."""
     key, equals, value = text.partition("=")
     return key + equals + re.sub(r"(^|[\[,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), value)
 
 
 def local_path(text: str) -> Path:
-    """An argument of a command as a path; see `without_scheme`."""
+    """Return an argument of a command as a path; see `without_scheme`."""
     return Path(without_scheme(text))
 
 
 def expand_settings(config: Any) -> None:
-    """Put the home folder in place of `~` in all settings of a dataclass, and in its sections and lists."""
+    """Replace `~` by the home folder in all settings of a dataclass, its sections and its lists."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
@@ -53,14 +53,14 @@ def expand_settings(config: Any) -> None:
 
 
 def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
-    """Refuse the folder `out` for a model if other files are in it, or if it touches a model that is read.
+    """Refuse the folder `out` for a model if it has other files or overlaps with a model that is read.
 
     Args:
         out: a new or empty folder.
         sources: folders that are read, and names of models on the Hub.
 
     Raises:
-        ValueError: `out` is not empty, or is one of the `sources`, or lies in or around one, links followed.
+        ValueError: `out` is not empty, or is, contains or lies inside one of the `sources` (links are followed).
     """
     # `Path.resolve` raises RuntimeError for links in a circle.
     place = Path(os.path.realpath(out))
@@ -70,21 +70,21 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
             relation = "is" if place == read else "lies in" if read in place.parents else "holds"
             raise ValueError(f"{out} {relation} {source}, which is read; choose another folder")
     if os.path.lexists(out) and not out.is_dir():
-        what = "a link to no folder" if out.is_symlink() else "a file"
+        what = "a broken link" if out.is_symlink() else "a file"
         raise ValueError(f"{out} is {what}; choose another folder or remove it")
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")
 
 
 def named_folder(path: str, key: str | None = None) -> Path | None:
-    """The folder that `path` names; None if it is a name on the Hub.
+    """Return the folder that `path` names; None if it is a name on the Hub.
 
     Args:
         path: a folder, or a Hub name such as `name` or `owner/name`.
         key: the setting that has this value, for errors.
 
     Raises:
-        ValueError: there is no such folder, and the path cannot be meant as a Hub name; or it is a file.
+        ValueError: the path is a file, or it is neither an existing folder nor in the form of a Hub name.
     """
     label = f"{key}={path}" if key else path
     folder = local_path(path)
@@ -96,19 +96,19 @@ def named_folder(path: str, key: str | None = None) -> Path | None:
     begins_with_a_folder = separator and (first in OUR_FOLDERS or Path(first).is_dir())
     if begins_with_a_folder or not HUB_NAME.fullmatch(path):
         raise ValueError(
-            f"{label}: there is no folder {folder.absolute()}, and this is no name on the Hugging Face Hub"
+            f"{label}: the folder {folder.absolute()} does not exist, and this is not a name on the Hugging Face Hub"
         )
     return None
 
 
 def model_folder(path: str, key: str | None = None) -> Path | None:
-    """The folder of the Hugging Face model that `path` names; None if it is a name on the Hub.
+    """Return the folder of the Hugging Face model that `path` names; None if it is a name on the Hub.
 
     Raises:
-        ValueError: see `named_folder`; or the folder holds no model.
+        ValueError: see `named_folder`; or the folder does not hold a model.
     """
     folder = named_folder(path, key)
     if folder is not None and not (folder / "config.json").is_file():
         label = f"{key}={path}" if key else path
-        raise ValueError(f"{label} holds no config.json, so it is no folder of a Hugging Face model")
+        raise ValueError(f"{label} has no config.json, so it is not the folder of a Hugging Face model")
     return folder

@@ -1,11 +1,11 @@
-"""Paths in settings, named from the root: workers have another working directory than the command.
+"""Absolute paths in settings: workers have another working directory than the command.
 
-    a model        a folder, or a name on the Hub, which stays          links followed
-    files          paths, globs, URLs, or a list of them                links followed up to the last part
-    code           a file `x.py` or `x.py:Name`; modules stay           as files
+    a model        a folder, or a name on the Hub, which stays          links are followed
+    files          paths, globs, URLs, or a list of them                links are followed except in the last part
+    code           a file `x.py` or `x.py:Name`; modules stay           like files
 
-A path may be relative, begin with `~` or `file://`, hold `..`, or end with a slash. A setting that holds one declares
-its kind: `setting(None, path="model")`.
+A path may be relative, begin with `~` or `file://`, contain `..`, or end with a slash. A setting that holds one
+declares its kind: `setting(None, path="model")`.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from pipeline.config.paths import without_scheme
 from pipeline.imports import is_file, split
 
 SERVERS = ("mcp:", "openenv:")
-"""What `agent.tools` and `agent.environment` begin with if they name a server."""
+"""Prefixes of `agent.tools` and `agent.environment` that name a server."""
 NO_PATH = ("auto", "never")
-"""Values of `trainer.resume` that name no checkpoint."""
+"""Values of `trainer.resume` that are not checkpoints."""
 
 
 def name_from_root(config: Any) -> None:
     """Make the local paths in the settings of a command absolute.
 
     Args:
-        config: an instance of a dataclass, whose sections are made absolute, too.
+        config: an instance of a dataclass; its sections are changed too.
     """
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -42,13 +42,13 @@ def name_from_root(config: Any) -> None:
 
 
 def model(value: str | None) -> str | None:
-    """An existing folder, named from the root; another text is a name on the Hub, or is missing."""
+    """Return an existing folder as an absolute path; other text is a name on the Hub, or is missing, and stays."""
     value = without_scheme(value)
     return os.path.realpath(value) if value and os.path.exists(value) else value
 
 
 def files(value: Any) -> Any:
-    """Paths and globs named from the root; URLs stay."""
+    """Return paths and globs as absolute ones; URLs stay."""
     if isinstance(value, list):
         return [files(item) for item in value]
     value = without_scheme(value)
@@ -56,7 +56,8 @@ def files(value: Any) -> Any:
 
 
 def file(path: str) -> str:
-    """A path named from the root: its folder without links and `..`, and its own name, which may be a link's."""
+    """Return the absolute path of a file: links and `..` are resolved in its folder; its own name stays, even if it is
+    a link."""
     path = path.rstrip("/") or "/"
     folder, name = os.path.split(path)
     return os.path.realpath(path) if name in ("", ".", "..") else os.path.join(os.path.realpath(folder), name)
@@ -67,7 +68,7 @@ def _resumed(value: str) -> str:
 
 
 def _script(value: str | None) -> str | None:
-    """A Python file; the name of a module stays, also if a folder here has it."""
+    """Return the absolute path of a Python file. A module's name stays, even if a folder has the same name."""
     return file(without_scheme(value)) if value and is_file(value) else value
 
 
@@ -76,7 +77,7 @@ def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _name_agents(agent: AgentConfig) -> None:
-    """The same for agents of their own; their values get the types of their keys."""
+    """Make paths of named agents absolute."""
     declared = agent.declared()
     for name, settings in agent.named.items():
         own = declared[name]
@@ -85,19 +86,20 @@ def _name_agents(agent: AgentConfig) -> None:
 
 
 def _code(value: Any) -> Any:
-    """`file.py:Name`, or a file, named from the root; also in a list of these."""
+    """Make `file.py:Name` or a file absolute; also in a list."""
     if isinstance(value, list):
         return [_member(one) for one in value]
     return _member(value) if value else value
 
 
 def _program(value: str | None) -> str | None:
-    """An interpreter. That of a virtual environment is a link, and a different one where the link leads."""
+    """Make an interpreter's path absolute. Links stay: the link of a virtual environment is what selects the
+    environment."""
     return file(without_scheme(value)) if value and "/" in value else value
 
 
 def _member(name: str) -> str:
-    """`file.py:Name`, or a file alone, named from the root; `module:Name` stays, and so does a server's URL."""
+    """Make `file.py:Name` or a file absolute. `module:Name` and the URL of a server stay."""
     if name.startswith(SERVERS):
         scheme, _, text = name.partition(":")
         try:
@@ -111,7 +113,7 @@ def _member(name: str) -> str:
 
 
 def _words(words: list[str]) -> list[str]:
-    """A command, with files named from the root."""
+    """Return a command with absolute files."""
     return [file(home) if Path(home := without_scheme(word)).is_file() else word for word in words]
 
 
@@ -125,4 +127,4 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "command": _words,
     "program": _program,
 }
-"""Kinds of `path` that a setting declares, and how each becomes absolute."""
+"""Kinds of `path` that a setting declares, and the function that makes each absolute."""

@@ -8,7 +8,7 @@ from pipeline.config.learner import OptimConfig
 from pipeline.config.supervised import PairDataConfig, SFTTrainerConfig, SupervisedConfig
 
 BUILT_IN_LOSSES = ("sigmoid", "ipo")
-"""Names of `loss.type` that are registered in `pipeline.losses.preference`."""
+"""Values of `loss.type` that `pipeline.losses.preference` registers."""
 REMOVED_LOSSES = ("hinge", "kto")
 
 
@@ -18,17 +18,17 @@ def _optim() -> OptimConfig:
 
 @dataclass
 class PreferenceLossConfig:
-    """How preferences become a loss. Rewards are `beta` times the log ratio of policy and start model."""
+    """Preference loss. Rewards are `beta` times the log ratio of policy and start model."""
 
     type: str = setting("sigmoid", path="code")
-    """`sigmoid` (DPO), `ipo`, or a loss of your own as `package.module:function`
-    ([algorithms.md](algorithms.md#preference-learning))."""
+    """Loss: `sigmoid` (DPO), `ipo`, or a function of your own as `package.module:function`
+    ([supervised.md](supervised.md#dpo-and-ipo))."""
 
     beta: float = setting(0.1, above=0)
-    """Scale of the rewards: how strongly the policy is held to the start model."""
+    """Scale of the rewards. A larger one keeps the policy closer to the start model."""
 
     label_smoothing: float = setting(0.0, at_least=0, below=0.5)
-    """`sigmoid`: share of pairs that are taken to be labelled the wrong way round (cDPO)."""
+    """Share of pairs that `sigmoid` assumes to be labelled the wrong way round (cDPO)."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of a loss of your own."""
@@ -39,8 +39,8 @@ class DPODataConfig(PairDataConfig):
     """The pairs to learn from."""
 
     truncation: str = setting("error", choices=("error", "left", "drop"))
-    """A longer conversation is an error (`error`), loses the beginning of its prompt (`left`), or makes its row be left
-    out and counted (`drop`)."""
+    """Treatment of a conversation longer than `max_length`: `error` ends the run, `left` cuts the start of the prompt,
+    `drop` leaves the pair out and counts it."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class DPOConfig(SupervisedConfig):
             "{loss.type} was removed; take sigmoid or ipo, or write the loss as package.module:function": (
                 loss.type in REMOVED_LOSSES
             ),
-            "{loss.label_smoothing} is of loss.type=sigmoid alone; set it to 0 with {loss.type}": (
+            "{loss.label_smoothing} is an option of loss.type=sigmoid only; set it to 0 with {loss.type}": (
                 built_in and loss.label_smoothing > 0 and loss.type != "sigmoid"
             ),
             "{loss.kwargs}: no built-in loss reads it; leave it out, or name a loss of your own": (

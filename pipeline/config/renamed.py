@@ -1,11 +1,22 @@
-"""Keys and values that were renamed or removed, and the sentence with which a run refuses them."""
+"""Renamed and removed keys and values, with the sentence that refuses each."""
+
+MOVED = {
+    "agent.late": "agent.on_timeout",
+    "agent.history": "agent.context",
+    "agent.open_timeout_s": "agent.reset_timeout_s",
+    "rollout.update": "rollout.weight_update",
+    "model.lora.publish": "model.lora.weight_sync",
+    "scoring.reference.where": "scoring.reference.placement",
+    "trainer.early": "trainer.stream_gradients",
+}
+"""Old key to new key. In the folder of a run, the new key takes the old one's value."""
 
 RENAMED: dict[str, str] = {
     "rollout.oversample": "oversampling was removed: it trained on short responses first; use algorithm.max_staleness "
-    "and rollout.update=in_flight, which let long responses finish while later iterations are generated",
+    "and rollout.weight_update=in_flight, which let long responses finish while later iterations are generated",
     "rollout.oversample_policy": "oversampling was removed; leave this key out",
-    "rollout.partial_tokens": "partial rollouts were removed; rollout.update=in_flight lets a long response continue "
-    "with new weights",
+    "rollout.partial_tokens": "partial rollouts were removed; rollout.weight_update=in_flight lets a long response "
+    "continue with new weights",
     "rollout.scale_up_s": "an elastic pool grows by Ray Data's own autoscaling, which has no such time; leave it out",
     "rollout.scale_down_s": "an elastic pool grows by Ray Data's own autoscaling and keeps its engines; leave it out",
     "algorithm.on_stale": "no row can be older than algorithm.max_staleness any more; leave this key out",
@@ -19,15 +30,17 @@ RENAMED: dict[str, str] = {
     "data.margin_key": "only jobs.reward_model reads margins; leave it out",
     "agent.preload": "write agent.program=FILE.py:run with def run(row), which may use an OpenAI or Anthropic client; "
     "its file is imported once, and each episode is a fork",
-    "trainer.early": "it is called trainer.stream_gradients, with the same values",
+    **{old: f"it is called {new} now" for old, new in MOVED.items()},
 }
-"""Old key to the reason and the key that takes its place."""
+"""Old keys, with the reason and the key that replaces each."""
 
 FORGOTTEN = ("agent.preload",)
-"""Removed keys that folders of runs hold, and that changed no result: they are left out when a folder is read."""
+"""Removed keys in old run folders that never changed a result. They are left out when a folder is read."""
 
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "agent.context": {"template": ("rerender", "it is called rerender now")},
+    "agent.on_malformed": {"tell": ("retry", "it is called retry now")},
     "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},
     "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
 }
-"""Key to its values that were removed, each with the value that takes its place and the reason."""
+"""Removed values by key, each with its replacement and the reason."""

@@ -13,15 +13,15 @@ class CustomRewardConfig:
     """A reward function of your own."""
 
     path: str | None = setting(None, path="script")
-    """Python file (`/code/my_reward.py`) or module (`package.module`); null uses the rule of the row's
-    `data_source`."""
+    """Python file (`/code/my_reward.py`) or module (`package.module`) of the function. Null takes the built-in rule of
+    the row's `data_source`."""
 
     name: str = "compute_score"
-    """Name of the function `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, plain or `async
-    def`, which returns a number or a dict with `score`."""
+    """Name of the function `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`. It is a plain or
+    an `async def` function, and returns a number or a dict with `score`."""
 
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    """Extra keyword arguments of the function."""
 
 
 @dataclass
@@ -29,35 +29,35 @@ class FunctionConfig:
     """One of several rewards (`reward.functions.NAME.*`)."""
 
     path: str | None = None
-    """As `reward.custom_reward_function.path`."""
+    """Python file or module, given like `reward.custom_reward_function.path`."""
 
     name: str = "compute_score"
     """Name of the function."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    """Extra keyword arguments of the function."""
 
     weight: float = 1.0
     """Factor of its score in the sum."""
 
     batch: bool = False
-    """Whether it is called once for all rows of a chunk, with `data_sources`, `solution_strs`, `ground_truths` and
-    `extra_infos` (or with one Arrow table, where it has a parameter `table`), and returns a list."""
+    """Call the function once for all rows of a chunk, with lists `data_sources`, `solution_strs`, `ground_truths` and
+    `extra_infos` (or with one Arrow table, if it has a parameter `table`). It returns a list."""
 
     timeout_s: float | None = None
-    """Seconds of one call; null is `reward.timeout_s`."""
+    """Time limit of one call, in seconds. Null takes `reward.timeout_s`."""
 
 
 @dataclass
 class OverlongBufferConfig:
-    """DAPO's soft penalty on responses that come close to the longest one allowed."""
+    """DAPO's soft penalty on responses near the length limit."""
 
     enable: bool = False
     """Add `min(0, -(L - (data.max_response_length - len)) / len * penalty_factor)` to the score of a response of L
     tokens."""
 
     len: int = 0
-    """Tokens at the end of `data.max_response_length` over which the penalty grows."""
+    """Tokens before `data.max_response_length` over which the penalty grows."""
 
     penalty_factor: float = setting(1.0, at_least=0)
     """Penalty of a response of `data.max_response_length` tokens."""
@@ -65,47 +65,47 @@ class OverlongBufferConfig:
 
 @dataclass
 class RepetitionPenaltyConfig:
-    """A penalty on responses that repeat themselves."""
+    """Penalty on responses that repeat themselves."""
 
     factor: float = setting(0.0, at_least=0)
-    """The score loses `factor` times the share of repeated n-grams."""
+    """Penalty of a response in which every n-gram is a repetition; in proportion to their share in others. 0: none."""
 
     ngram: int = setting(4, at_least=1)
-    """Tokens of an n-gram."""
+    """Length of an n-gram in tokens."""
 
 
 @dataclass
 class RateLimitConfig:
-    """How often your own functions may be called in the run; rules are not counted. With
-    a limit, the reward stage is a single actor."""
+    """Limits on calls of your own functions, for the whole run; built-in rules do not count. With a limit, the reward
+    stage is a single actor."""
 
     max_concurrent: int | None = setting(None, at_least=1)
-    """Most concurrent calls; null: no limit."""
+    """Most calls at the same time. Null: no limit."""
 
     max_per_minute: int | None = setting(None, at_least=1)
-    """Calls that begin in any 60 seconds; null: no limit."""
+    """Most calls that begin within 60 seconds. Null: no limit."""
 
     @property
     def used(self) -> bool:
-        """Whether anything is limited."""
+        """True if a limit is set."""
         return self.max_concurrent is not None or self.max_per_minute is not None
 
 
 @dataclass
 class RewardModelConfig:
-    """A model that scores responses; `scoring.reward_model` says where it runs."""
+    """Model that scores responses. `scoring.reward_model` sets its resources."""
 
     path: str | None = setting(None, path="model")
-    """Hugging Face sequence-classification model with one label. Its number is the score; functions of
-    `reward.functions` are added."""
+    """Hugging Face sequence-classification model with one label: a folder or a hub name. Its output is the score;
+    scores of `reward.functions` are added."""
 
     weight: float = 1.0
-    """Factor of its number."""
+    """Factor of the model's output."""
 
 
 @dataclass
 class RewardConfig:
-    """The stage that scores responses."""
+    """Scores of responses."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
 
@@ -116,39 +116,40 @@ class RewardConfig:
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     rule_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Keyword arguments of rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
+    """Keyword arguments of built-in rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
 
     timeout_s: float = setting(60.0, above=0)
-    """Wall-clock seconds of one call; then its worker is killed and the row is an error."""
+    """Time limit of one call, in seconds. After it the call's worker is killed and the row is an error."""
 
     max_processes: int = setting(8, at_least=1)
-    """Most worker processes for plain functions in one reward task; `async def` functions share one more."""
+    """Most worker processes for plain functions in one reward task. All `async def` functions share one more."""
 
     worker_memory_mb: int = setting(4096, at_least=1)
-    """MB of resident memory of a worker; above it, the worker is killed and the row is an error. Linux only."""
+    """Memory limit of a worker process, in MiB of resident memory. Above it the worker is killed and the row is an
+    error. Linux only."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of a reward task. Ray Data runs as many tasks as fit."""
 
     max_error_rate: float = setting(0.1, at_least=0, at_most=1)
-    """Share of an iteration's rows whose reward may fail; above it the run ends."""
+    """Share of an iteration's rows whose reward may be an error. Above it the run ends."""
 
     source_scale: dict[str, float] = field(default_factory=dict)
-    """Factor of the score by `data_source` (default 1). This key and the keys below act on training rows only."""
+    """Factors of the score by `data_source`; others have 1. This key and the keys below act on training rows only."""
 
     normalize: dict[str, list[Any]] = field(default_factory=dict)
-    """Mean and standard deviation by `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the score becomes
+    """Means and standard deviations by `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the score becomes
     `(score - 2.5) / 0.8`."""
 
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
     length_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a response of `data.max_response_length` tokens, in proportion for shorter ones."""
+    """Penalty of a response of `data.max_response_length` tokens; in proportion to the length of shorter ones."""
 
     repetition_penalty: RepetitionPenaltyConfig = field(default_factory=RepetitionPenaltyConfig)
 
     clip: list[float] | None = None
-    """Lowest and highest score after the penalties, `[low, high]`; null: no bounds."""
+    """Bounds of the score after all penalties, `[low, high]`. Null: no bounds."""
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 

@@ -8,100 +8,102 @@ from pipeline.config.bounds import setting
 
 @dataclass
 class SamplingConfig:
-    """How validation responses are sampled."""
+    """Sampling of validation responses."""
 
     n: int = setting(1, at_least=1)
     """Responses per validation prompt."""
 
     temperature: float = setting(0.0, at_least=0, at_most=2)
-    """0 is greedy."""
+    """Sampling temperature. 0 takes the likeliest token (greedy)."""
 
     top_p: float = setting(1.0, above=0, at_most=1)
-    """Nucleus sampling mass."""
+    """Probability mass of nucleus sampling. 1: all tokens."""
 
     top_k: int = setting(-1, at_least=1, or_value=-1)
-    """Sample among the k likeliest tokens; -1: all."""
+    """Number of likeliest tokens to sample from. -1: all."""
 
 
 @dataclass
 class RolloutConfig:
-    """The engine pool that turns prompts into responses."""
+    """Engines that generate responses."""
 
     n: int = setting(8, at_least=1)
     """Responses per training prompt (group size)."""
 
     temperature: float = setting(1.0, above=0, at_most=2)
-    """Sampling temperature of training responses, and of the trainer's log-probs."""
+    """Sampling temperature of training responses. The trainer's log-probs use the same one."""
 
     top_p: float = setting(1.0, above=0, at_most=1)
-    """Nucleus sampling mass of training responses."""
+    """Probability mass of nucleus sampling for training responses. 1: all tokens."""
 
     top_k: int = setting(-1, at_least=1, or_value=-1)
-    """Sample among the k likeliest tokens; -1: all."""
+    """Number of likeliest tokens to sample training responses from. -1: all."""
 
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response and stay in it. The engine then decodes while it generates, which is slower."""
+    """Texts that end a response; they stay in it. The engine must then decode tokens while it generates, which is
+    slower."""
 
     min_tokens: int = setting(0, at_least=0)
-    """Tokens before which no response may end."""
+    """Fewest tokens of a response: it cannot end earlier."""
 
     ignore_eos: bool = False
-    """Generate `data.max_response_length` tokens, past the end of sequence (for benchmarks)."""
+    """Generate `data.max_response_length` tokens, past the end-of-sequence token. For benchmarks."""
 
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     chunk_prompts: int = setting(16, at_least=1)
-    """Prompts in one chunk, the unit of the stream."""
+    """Prompts in a chunk, the unit that stages pass on."""
 
     num_engines: int = setting(1, at_least=1)
-    """Engines, each a Ray actor; in an elastic pool, those at the start."""
+    """Engines, each a Ray actor. In an elastic pool, their number at the start."""
 
     min_engines: int | None = setting(None, at_least=1)
-    """Fewest engines with which an elastic pool continues; null takes `num_engines`."""
+    """Fewest engines of an elastic pool; the run needs room for them. Null takes `num_engines`."""
 
     max_engines: int | None = setting(None, at_least=1)
-    """Most engines of an elastic pool; null takes `num_engines`."""
+    """Most engines of an elastic pool. Null takes `num_engines`."""
 
-    update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
-    """When an engine takes new weights: `between_chunks`, so that a response has one version, or `in_flight`, between
-    two tokens (needs `algorithm.max_staleness` above 0)."""
+    weight_update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
+    """Time at which an engine takes new weights: `between_chunks`, so each response comes from one version, or
+    `in_flight`, between two tokens (needs `algorithm.max_staleness` above 0)."""
 
     update_kv: str = setting("recompute", choices=("recompute", "keep"))
-    """KV cache of running responses at an update in flight: `recompute` it with the new weights, or `keep` it, at no
-    cost."""
+    """KV cache of running responses after an update in flight: `recompute` it with the new weights, or `keep` the old
+    one at no cost."""
 
     chunks_in_flight: int = setting(0, at_least=0)
-    """Chunks that an engine works on at once; 0: its share of an iteration, and enough to fill `max_num_seqs`."""
+    """Chunks that an engine works on at the same time. 0 takes its share of an iteration, or more if `max_num_seqs` has
+    room."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of an engine."""
 
     num_gpus: float = setting(0, at_least=0)
-    """Ray GPUs of an engine."""
+    """Ray GPUs of an engine: 0 is a CPU engine, below 1 shares a GPU."""
 
     tensor_parallel_size: int = setting(1, at_least=1)
-    """GPUs of one node over which an engine's model is split; above 1, `num_gpus` must be 1."""
+    """GPUs of one node over which an engine's model is split. Above 1, `num_gpus` must be 1."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU engine; 0 takes `num_cpus`."""
+    """Compute threads of a CPU engine. 0 takes `num_cpus`."""
 
     dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
-    """Type in which the engine computes and weights travel."""
+    """Type of the engine's computation and of the weights sent to it."""
 
     gpu_memory_utilization: float = setting(0.5, at_least=0, at_most=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
 
     sleep: bool = False
-    """Free a GPU engine's memory while it has nothing to generate, so that engines and train workers can share GPUs."""
+    """Free a GPU engine's memory while it is idle, so engines and train workers can share GPUs."""
 
     cpu_kvcache_space_gb: int = setting(1, at_least=1)
-    """GiB of KV cache of a CPU engine."""
+    """KV cache of a CPU engine, in GiB."""
 
     max_num_seqs: int = setting(256, at_least=1)
-    """Most sequences that an engine decodes at once."""
+    """Most sequences that an engine decodes at the same time."""
 
     max_num_batched_tokens: int = 8192
-    """Most tokens of one engine step."""
+    """Most tokens in one engine step."""
 
     enable_prefix_caching: bool = True
     """Share the KV cache of equal prompt beginnings within one policy version."""
@@ -110,10 +112,11 @@ class RolloutConfig:
     """Run the engine without CUDA graphs."""
 
     seed_per_request: bool = True
-    """Seed each request from the run's seed, the prompt and the sample number."""
+    """Seed each request from the run's seed, the prompt and the sample number, so rows do not depend on which engine
+    generates them."""
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further vLLM `EngineArgs`."""
+    """Extra arguments of vLLM's `EngineArgs`."""
 
     @property
     def gpus(self) -> float:
@@ -132,11 +135,11 @@ class RolloutConfig:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of engines may change during the run."""
+        """True if the number of engines may change during the run."""
         return self.fewest < self.most
 
     def in_flight(self, chunks_per_iteration: int) -> int:
-        """Number of chunks that one engine works on at once."""
+        """Return the number of chunks that one engine works on at the same time."""
         share = -(-chunks_per_iteration // self.num_engines)
         fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
         return self.chunks_in_flight or max(share, fill)
@@ -149,8 +152,8 @@ class RolloutConfig:
             f"{self.fewest} and rollout.max_engines={self.most}": not (self.fewest <= self.num_engines <= self.most),
             "{rollout.num_gpus}: an engine uses one GPU or a part of one; to split its model over several, set "
             "rollout.num_gpus=1 and rollout.tensor_parallel_size to their number": self.num_gpus > 1,
-            "{rollout.tensor_parallel_size} splits a model over GPUs, of which each part needs one, and "
-            "{rollout.num_gpus}; set that to 1": split and self.num_gpus < 1,
+            "{rollout.tensor_parallel_size} splits a model over GPUs, each of which the engine must own, but "
+            "{rollout.num_gpus}; set it to 1": split and self.num_gpus < 1,
             "{rollout.tensor_parallel_size} with {rollout.min_engines} and {rollout.max_engines}: an elastic pool "
             "cannot hold engines of several GPUs; leave both at null": split and self.elastic,
             "{rollout.gpu_memory_utilization} leaves a GPU engine no memory; set it above 0": (

@@ -1,4 +1,4 @@
-"""The settings that a tree of dataclasses declares, and the setting that a wrong name was meant for."""
+"""Settings that a tree of dataclasses declares, and suggestions for a wrong name."""
 
 import dataclasses
 import difflib
@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pipeline.config.renamed import RENAMED
@@ -14,7 +15,7 @@ from pipeline.config.renamed import RENAMED
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted name, its type, its default and the dataclass that declares it."""
+    """One setting: its dotted name, type, default and the dataclass that declares it."""
 
     name: str
     type: Any
@@ -23,12 +24,13 @@ class Key:
 
 
 def keys(schema: type) -> dict[str, Key]:
-    """Every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
+    """Return every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
     return {key.name: key for key in _keys(schema(), "")}
 
 
 def _keys(section: Any, prefix: str) -> Iterator[Key]:
-    """The settings of a dataclass instance with default values, which may be others than those of its class alone."""
+    """Yield the settings of an instance. Its defaults may differ from those in its class: a parent may override
+    them."""
     types_of = typing.get_type_hints(type(section))
     for item in dataclasses.fields(section):
         name, value = prefix + item.name, getattr(section, item.name)
@@ -40,14 +42,14 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
 
 
 def value_of(tree: Any, name: str) -> Any:
-    """The value of the setting with this dotted name."""
+    """Return the value of the setting with this dotted name."""
     for part in name.split("."):
         tree = getattr(tree, part)
     return tree
 
 
 def expected(kind: Any) -> str:
-    """What a value of type `kind` looks like, in words: `a whole number or null` for `int | None`."""
+    """Describe the values of type `kind` in words: `a whole number or null` for `int | None`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return " or ".join(expected(part) for part in typing.get_args(kind))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -63,7 +65,7 @@ def expected(kind: Any) -> str:
 
 
 def nearest(key: str, valid: Iterable[str]) -> str | None:
-    """The valid dotted key that was most likely meant by `key`, or None when nothing is near.
+    """Return the valid dotted key that `key` most likely means, or None if none is similar.
 
     In this order: the same key with sections added or left out in front (`actor_rollout_ref.rollout.n`), the same last
     segment with the most segments in common (`actor.lr`), the most similar spelling (`data.train_bach_size`).
@@ -96,10 +98,13 @@ def no_longer(key: str, valid: dict[str, Key]) -> str | None:
 
 
 def unknown(key: str, valid: dict[str, Key]) -> str:
-    """Return the sentence about a key that is not in `valid`: the key that was meant, or the keys of its section."""
+    """Write the sentence about a key that is not in `valid`: the key that was likely meant, or a list of valid keys."""
     if guess := nearest(key, valid):
-        return f"there is no key {key}; did you mean {guess}?"
-    section = key.split(".")[0]
-    known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
-    listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
-    return f"there is no key {key}; {listed}"
+        return f"the key {key} does not exist; did you mean {guess}?"
+    sections = accumulate(key.split("."), "{}.{}".format)
+    known = {section: [name for name in valid if name.startswith(f"{section}.")] for section in sections}
+    section = max((section for section in known if known[section]), key=len, default=None)
+    if section is None:
+        return f"the key {key} does not exist; `slipstream docs configuration` lists all keys"
+    listed = f"the keys of {section} are {', '.join(name.removeprefix(f'{section}.') for name in known[section])}"
+    return f"the key {key} does not exist; {listed}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pipeline.config.bounds import setting
 
 REPLICAS, TRAIN_WORKERS = "replicas", "train_workers"
-"""Where log-probs of the reference may be computed."""
+"""Places of the reference policy."""
 
 
 @dataclass
@@ -13,19 +13,19 @@ class ScorerConfig:
     """One pool of model replicas."""
 
     num_workers: int = setting(1, at_least=1)
-    """Replicas, each one Ray actor with a whole model."""
+    """Replicas, each a Ray actor with a whole model."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of a replica."""
 
     num_gpus: float = setting(0, at_least=0, at_most=1)
-    """Ray GPUs of a replica."""
+    """Ray GPUs of a replica: 0 is a CPU replica, below 1 shares a GPU."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU replica; 0 takes `num_cpus`."""
+    """Compute threads of a CPU replica. 0 takes `num_cpus`."""
 
     dtype: str | None = setting(None, choices=(None, "float32", "bfloat16", "float16"))
-    """Type in which the replica computes; null takes `fsdp.param_dtype`, which null makes bfloat16 on GPUs and
+    """Type of the replica's computation. Null takes `fsdp.param_dtype`; if that is null too, bfloat16 on GPUs and
     `model.dtype` on CPUs."""
 
     max_token_len: int = 16384
@@ -34,23 +34,23 @@ class ScorerConfig:
 
 @dataclass
 class ReferenceConfig(ScorerConfig):
-    """The frozen reference policy."""
+    """Frozen reference policy."""
 
     path: str | None = setting(None, path="model")
-    """Hugging Face model, a folder or hub name; null takes `model.path`."""
+    """Hugging Face model: a folder or a hub name. Null takes `model.path`."""
 
-    where: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
-    """`replicas`: a whole model in each, which score rows before the advantages. `train_workers`: one model, sharded
-    over them as the policy is, or with adapters and no `path` the policy without them; for a KL in the loss. null: in
-    the train workers if that takes no second model, else in replicas."""
+    placement: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
+    """Place of the reference. `replicas`: whole models in Ray actors, which score rows before the advantages.
+    `train_workers`, for a KL in the loss: one model, sharded like the policy; with adapters and no `path`, the policy
+    without its adapter. Null: train workers if that needs no second model, else replicas."""
 
     offload: bool = False
-    """Leave the sharded model of `where=train_workers` in host memory, from which each layer visits the GPU."""
+    """Keep the sharded model of `placement=train_workers` in host memory; each layer visits the GPU when it is used."""
 
 
 @dataclass
 class ScoringConfig:
-    """The pools, each of which exists only where something reads what it writes."""
+    """Pools of scoring replicas. A pool exists only if a setting uses its output."""
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 

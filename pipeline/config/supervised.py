@@ -17,25 +17,25 @@ class SupervisedDataConfig:
     """The rows to learn from."""
 
     train_files: Any = setting(None, path="files")
-    """Parquet files: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
+    """Parquet files of training rows: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
 
     val_files: Any = setting(None, path="files")
-    """Files for validation, like `train_files`; null skips it."""
+    """Parquet files of validation rows, given like `train_files`. Null: no validation."""
 
     train_batch_size: int = setting(64, at_least=1)
     """Rows per optimiser step, over all workers."""
 
     max_length: int = setting(2048, at_least=2)
-    """Longest conversation in tokens."""
+    """Longest conversation, in tokens. Longer ones: see `truncation`."""
 
     shuffle: bool = True
     """Shuffle row groups, and rows within them, in each epoch."""
 
     val_max_samples: int = -1
-    """Rows of the validation files to use, from the first on; -1 uses all."""
+    """Validation rows to use, from the first on. -1: all."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments for the tokenizer's `apply_chat_template`."""
+    """Extra arguments of the tokenizer's `apply_chat_template`."""
 
 
 @dataclass
@@ -46,10 +46,10 @@ class SupervisedTrainerConfig:
     """Passes over the training data."""
 
     total_training_steps: int | None = setting(None, at_least=1)
-    """Optimiser steps in all; overrides `total_epochs` when set."""
+    """Optimiser steps in all; if set, `total_epochs` is ignored."""
 
     seed: int = 1
-    """Seed of the data's order."""
+    """Seed of the order of rows."""
 
     num_workers: int = setting(1, at_least=1)
     """Ray Train workers (FSDP ranks). Their number changes the speed, not the result."""
@@ -58,29 +58,29 @@ class SupervisedTrainerConfig:
     """Give each worker one GPU."""
 
     cpus_per_worker: float = setting(1.0, above=0)
-    """Ray CPUs of one worker."""
+    """Ray CPUs of a worker."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of one CPU worker; 0 takes `cpus_per_worker`."""
+    """Compute threads of a CPU worker. 0 takes `cpus_per_worker`."""
 
     ray_num_cpus: int | None = setting(None, at_least=1)
-    """CPUs of a local Ray; null takes the machine's, or more where the workers need more. Without effect on a cluster
-    that is joined."""
+    """CPUs of a local Ray. Null takes the machine's, or more if the workers need more. Does nothing on a cluster that
+    is joined."""
 
     max_token_len_per_gpu: int = setting(16384, at_least=1)
     """Most tokens in one forward pass of a worker; padding counts, in models that cannot attend over packed rows."""
 
     grad_clip: float = setting(1.0, above=0)
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Largest gradient norm. Gradients with a larger norm are scaled down to it."""
 
     test_freq: int = -1
-    """Steps between validations; -1 validates at the end only."""
+    """Steps between validations. -1: only at the end."""
 
     data_timeout: float = setting(600.0, above=0)
-    """Longest wait in seconds for the next rows and for other workers."""
+    """Longest wait for the next rows and for other workers, in seconds."""
 
     start_timeout: float = setting(600.0, above=0)
-    """Longest wait in seconds until all workers have started."""
+    """Longest wait until all workers have started, in seconds."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class SupervisedConfig:
     """All settings of a run."""
 
     out: str | None = setting(None, path="files")
-    """Folder for the trained model; on a cluster, one that all nodes share."""
+    """Folder for the trained model. On a cluster, all nodes must share it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -111,17 +111,17 @@ class SFTDataConfig(SupervisedDataConfig):
     """The conversations to learn from."""
 
     messages_key: str = "messages"
-    """Column that holds the conversation as chat messages; the assistant's messages are learnt, except those whose
-    `loss_mask` is 0."""
+    """Column of the conversation: chat messages. The assistant's messages are learnt, except those whose `loss_mask` is
+    0."""
 
     tools_key: str = "tools"
-    """Column of schemas of the tools that the conversation may call, as a list or JSON text, where files have it."""
+    """Column of the schemas of the conversation's tools, as a list or as JSON text. Files need not have it."""
 
     enable_thinking_key: str = "enable_thinking"
-    """Column of the chat template's argument `enable_thinking`, true, false or null, where files have it."""
+    """Column of the chat template's argument `enable_thinking`: true, false or null. Files need not have it."""
 
     truncation: str = setting("error", choices=("error", "right"))
-    """A longer conversation is an error (`error`), or loses its end (`right`)."""
+    """Treatment of a conversation longer than `max_length`: `error` ends the run, `right` cuts its end."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ class SFTTrainerConfig(SupervisedTrainerConfig):
     """Length and resources of the run."""
 
     logits_chunk_tokens: int = setting(1024, at_least=1)
-    """Tokens whose logits are held at a time; bounds the memory of large vocabularies."""
+    """Tokens whose logits are in memory at a time. It bounds the memory that a large vocabulary takes."""
 
 
 @dataclass
@@ -143,17 +143,17 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass
 class PairDataConfig(SupervisedDataConfig):
-    """Columns of pairs, of which one side is preferred."""
+    """Columns of preference pairs."""
 
     prompt_key: str | None = "prompt"
-    """Column that holds the prompt, as chat messages or as the user's text. Without such a column, or with null, the
-    two sides hold whole conversations."""
+    """Column of the prompt: chat messages, or the user's text. Without such a column, or with null, the two sides hold
+    whole conversations."""
 
     chosen_key: str = "chosen"
-    """Column that holds the preferred side, as chat messages or as the assistant's text."""
+    """Column of the preferred side: chat messages, or the assistant's text."""
 
     rejected_key: str = "rejected"
-    """Column that holds the other side, like `chosen_key`."""
+    """Column of the other side, in the same form as `chosen_key`."""
 
 
 @dataclass
@@ -161,11 +161,12 @@ class PreferenceDataConfig(PairDataConfig):
     """The preference pairs to learn from."""
 
     margin_key: str | None = None
-    """Column of numbers: by how much the reward of the preferred side should exceed the other's. Null: 0."""
+    """Column of margins, numbers: the difference that the reward of the preferred side should have over the other's.
+    Null: 0."""
 
     truncation: str = setting("error", choices=("error", "left", "drop"))
-    """A longer conversation is an error (`error`), keeps its end, where the reward is read (`left`), or makes its pair
-    be left out and counted (`drop`)."""
+    """Treatment of a conversation longer than `max_length`: `error` ends the run, `left` cuts its start (the reward is
+    read at its end), `drop` leaves the pair out and counts it."""
 
 
 @dataclass

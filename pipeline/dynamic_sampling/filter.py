@@ -71,7 +71,7 @@ class Filter:
             return decision
         if chunk != ledger.following:
             raise StaleAttempt(
-                f"the filter stage got chunk {chunk} where {ledger.following} follows: its process died and lost count "
+                f"the filter stage got chunk {chunk} but expected {ledger.following}: its process died and lost count "
                 "of the groups, so the train workers must restart"
             )
         decision = ledger.decide(chunk, found)
@@ -102,7 +102,7 @@ def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
     dropped = stats.equal + stats.failed
     failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
     way_out = (
-        "every group agrees, so there is nothing to learn from: look at the reward and at the responses in "
+        "all rewards of every group are equal, so nothing can be learnt: look at the reward and at the responses in "
         "trajectories/, take other prompts, or raise rollout.n or rollout.temperature"
         if dropped == stats.groups
         else "raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or take prompts that the policy solves "

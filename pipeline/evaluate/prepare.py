@@ -38,10 +38,10 @@ EVALUATIONS = "evaluations"
 
 @dataclass
 class Evaluation:
-    """An evaluation that has been checked and can begin."""
+    """A checked evaluation, ready to begin."""
 
     config: Config
-    """The settings, as `settings.used` returned them."""
+    """Settings from `settings.used`."""
     plan: Plan
     folder: Folder
     pages: Pages

@@ -6,7 +6,7 @@ existing parts ─► summary        stream ─► chunk ─► part ─► summ
 import time
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.hosts import Hosts
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.evaluate.stream import build
 from pipeline.rollout.stage import Rollout
 from pipeline.track.console import THROUGHPUT, RunConsole

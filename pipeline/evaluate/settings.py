@@ -105,8 +105,8 @@ def checked(config: Config) -> Plan:
         raise ConfigError(f"rollout.val_kwargs.n={sampling.n} is too large; the largest value is {MAX_RESPONSES}")
     if sampling.n > 1 and sampling.temperature == 0:
         raise ConfigError(
-            f"rollout.val_kwargs.n={sampling.n} asks for several responses and rollout.val_kwargs.temperature=0 makes "
-            "them all the same; set rollout.val_kwargs.temperature=1, or n=1"
+            f"rollout.val_kwargs.n={sampling.n} needs several responses, but rollout.val_kwargs.temperature=0 makes "
+            "them equal; set rollout.val_kwargs.temperature=1, or n=1"
         )
     of_a_run = copy.deepcopy(config)
     # The checks of a run require training prompts and several samples.

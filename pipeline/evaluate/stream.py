@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from ray.data import Dataset
 
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
 from pipeline.greeting import Greeting

@@ -115,7 +115,7 @@ def _write_adapter(
 ) -> None:
     """Write the adapter of a policy, whose tensors have their names in the module, with its card."""
     if not lora.rank:
-        raise ValueError("--adapter asks for an adapter, and the run trained all weights (model.lora.rank=0)")
+        raise ValueError("--adapter needs an adapter, but the run trained all weights (model.lora.rank=0)")
     named = {
         adapter.peft_name(Policy.hf_name(name)): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()
     }

@@ -69,7 +69,9 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
         settings = ModelSettings.of(config, checkpoint.iteration)
         return ServedModel(str(out), config.trainer.experiment_name, settings, config, notes)
     if iteration is not None or best is not None:
-        raise ValueError(f"--iteration and --best choose a checkpoint of a run, but {target} is no run's folder")
+        raise ValueError(
+            f"--iteration and --best choose a checkpoint of a run, but {target} is not the folder of a run"
+        )
     if target.startswith(REGISTERED):
         folder: Path | None = _download(target)
         name = target.removeprefix(REGISTERED).partition("@")[0]

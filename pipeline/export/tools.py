@@ -1,6 +1,7 @@
 """The tool calls of a served model: vLLM's parser that reads them, or a refusal of requests with tools.
 
-The parser is proven as before a run (`agent/calls.py`): it must read a call that the model's own chat template writes.
+The parser is proven as before a run (`agent/tokens/calls.py`): it must read a call that the model's own chat template
+writes.
 """
 
 import json
@@ -39,8 +40,8 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
     if parser == NONE:
         return model
     # These imports take seconds.
-    from pipeline.agent.bridge import Bridge
-    from pipeline.agent.calls import Reader
+    from pipeline.agent.tokens.bridge import Bridge
+    from pipeline.agent.tokens.calls import AnswerParser
     from pipeline.config.model import ModelConfig
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -49,7 +50,7 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
     kwargs = {} if settings is None else settings.chat_template_kwargs
     try:
         bridge = Bridge.prove(tokenizer, kwargs, {"user"}, EXAMPLES)
-        reader = Reader.prove(tokenizer, EXAMPLES, parser, reasoning, bridge)
+        reader = AnswerParser.prove(tokenizer, EXAMPLES, parser, reasoning, bridge)
     except ValueError as error:
         if chosen is not None:
             raise ValueError(f"--tool-parser {chosen}: {str(error).replace('agent.parser', '--tool-parser')}") from None

@@ -17,7 +17,7 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class NotCode(ValueError):
-    """The name leads to no file and is not a module's. The message continues the sentence "KEY is NAME, which"."""
+    """Error of a name that is neither a file nor a module. The message continues the sentence "KEY is NAME, which"."""
 
 
 def split(spec: str) -> tuple[str, str]:

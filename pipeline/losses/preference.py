@@ -20,9 +20,9 @@ class PreferenceInput:
     """The answers of the C pairs of one micro-batch."""
 
     chosen: Tensor
-    """[C] log ratios, with gradient."""
+    """[C] log ratio of policy and start model of each chosen answer, in nats, with gradient."""
     rejected: Tensor
-    """[C] log ratios, with gradient."""
+    """[C] log ratio of policy and start model of each rejected answer, in nats, with gradient."""
     chosen_tokens: Tensor
     """[C] learnt tokens of each chosen answer."""
     rejected_tokens: Tensor
@@ -64,7 +64,8 @@ def get_preference_loss(name: str) -> PreferenceLoss:
 
 @register_preference_loss("sigmoid")
 def sigmoid(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7): -log sigmoid(d), for the difference d of the rewards.
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7): [C] -log sigmoid(d), with the difference d of the
+    rewards.
 
     With `label_smoothing` e it is (1 - e) of that, and e of the same with both sides exchanged: -log sigmoid(-d) (cDPO,
     Mitchell 2023).
@@ -75,7 +76,8 @@ def sigmoid(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 @register_preference_loss("ipo")
 def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2, for the difference h of log ratios.
+    """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): [C] (h - 1 / (2 beta))^2, with the difference h of log
+    ratios.
 
     Log ratios are means over an answer's tokens, as the authors advise for language models (and TRL computes it), since
     the target 1 / (2 beta) does not grow with the length.
@@ -86,9 +88,9 @@ def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 
 def checked(loss: PreferenceLoss, data: PreferenceInput, losses: object) -> Tensor:
-    """Return `losses`, the return value of a loss, after a check of its form.
+    """Return `losses`, the [C] losses that a loss returned, after a check of their shape.
 
-    Raises ValueError if the form is wrong.
+    Raises ValueError if the shape is wrong.
     """
     wanted = len(data.chosen)
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

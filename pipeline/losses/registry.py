@@ -38,25 +38,25 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LossInput:
-    """The tokens of one micro-batch: N tokens of S sequences."""
+    """Tokens of one micro-batch: N tokens of S sequences. Log-probs are in nats."""
 
     log_probs: Tensor
-    """[N] under the policy that is trained, with gradient."""
+    """[N] log-probs under the trained policy, with gradient."""
     old_log_probs: Tensor
-    """[N] under the old policy, the denominator of the ratio."""
+    """[N] log-probs under the old policy, the denominator of the ratio."""
     advantages: Tensor
-    """[N]."""
+    """[N] advantages of the tokens."""
     mask: Tensor
     """[N] 1 if the token trains, else 0 (any dtype)."""
     row_index: Tensor
     """[N] int64, sequence number of each token, from 0."""
     sequences: int
-    """S; a sequence may have no tokens."""
+    """Number of sequences S; a sequence may have no tokens."""
     token_mask: Tensor | None = None
     """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
     pair_margin: Tensor | None = None
-    """[N] for losses that are `of_pairs`: the log ratio of policy and reference of the better response of the token's
-    pair, less the log ratio of the worse one, in nats, under the policy before the step; None for others."""
+    """[N] margin of the token's pair, in nats, for losses with `of_pairs`; None for others. It is the log ratio of
+    policy and reference of the better response minus the worse one's, under the policy before the step."""
 
     @property
     def keep(self) -> Tensor:
@@ -99,11 +99,11 @@ class Candidates:
     """All M trained tokens of a global mini-batch, of all ranks, in any order, for `token_mask_fn`."""
 
     log_probs: np.ndarray
-    """[M] float64, under the policy before the step."""
+    """[M] float64, log-probs under the policy before the step."""
     old_log_probs: np.ndarray
-    """[M] float64."""
+    """[M] float64, log-probs under the old policy."""
     advantages: np.ndarray
-    """[M] float64."""
+    """[M] float64, advantages of the tokens."""
     keys: np.ndarray
     """[M] float64, uniform random numbers in [0, 1). They depend only on the run's seed, the step and the token, so a
     choice by them is the same for any number of ranks."""

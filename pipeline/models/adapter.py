@@ -149,9 +149,7 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
         side = 0 if ".lora_B." in name else 1
         known = matrices.get(module)
         if known is None or known[side] != shape[side]:
-            has = (
-                f"has {module} with {known[side]} where the adapter has {shape[side]}" if known else f"has no {module}"
-            )
+            has = f"has {module} with {known[side]} but the adapter has {shape[side]}" if known else f"has no {module}"
             yield f"{key} is an adapter of another base: model.path={base} {has}; name the model it was trained on"
             return
     layers, chosen = {module_name(name) for name in shapes}, set(config.chosen(list(matrices)))
@@ -161,7 +159,7 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
         remedy = f"[{','.join(last)}]" if same else "a list of its layers"
         yield (
             f"{key} has {len(layers)} layers and model.lora.target_modules={config.target_modules} chooses "
-            f"{len(chosen)}, {min(layers ^ chosen)} on one side alone; set it to {remedy}"
+            f"{len(chosen)}, {min(layers ^ chosen)} on one side only; set it to {remedy}"
         )
 
 

@@ -61,19 +61,19 @@ class Layout:
     answers: Tensor
     """[T] int64, index of each position's output in the outputs of the blocks, one block after the other."""
     keys: Tensor | None
-    """[sum of lengths] int64, positions of the contexts' tokens, context after context; None if these are all in order,
-    as without shared prompts."""
+    """[sum of lengths] int64, positions of the contexts' tokens, context after context; None if they are already in
+    order, as without shared prompts."""
     query_ends: Tensor
     """[C + 1] int32, cumulative lengths of the contexts' own tokens; a shared prompt belongs to its first context."""
     key_ends: Tensor
     """[C + 1] int32, cumulative lengths of the contexts in `keys`, prompts included."""
     longest: tuple[int, int]
-    """Most own tokens of a context, and most tokens."""
+    """Most own tokens and most tokens (shared prompt included) of a context."""
     share: Share | None = None
-    """Positions of this rank; None for all."""
+    """Positions of this rank; None if it has all."""
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same layout on `device`."""
+        """Return a copy on `device`."""
 
         def moved(part: Any) -> Any:
             tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}

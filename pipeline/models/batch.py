@@ -21,7 +21,7 @@ class TokenBatch:
     prompt_offsets: np.ndarray
     """[C + 1] int64, start of each context's prompt in `prompt_ids`."""
     response_ids: np.ndarray
-    """[N] int32."""
+    """[N] int32, response tokens, context after context."""
     response_offsets: np.ndarray
     """[C + 1] int64, start of each context's response in arrays of length N."""
     context_offsets: np.ndarray
@@ -54,7 +54,7 @@ class TokenBatch:
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
     def rows_of(self, contexts: np.ndarray) -> np.ndarray:
-        """Return the row of each of these contexts."""
+        """Return the row of each context, [C] int64 for `contexts` [C]."""
         return np.searchsorted(self.context_offsets, contexts, side="right") - 1
 
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:

@@ -43,7 +43,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index")
         return super().find_class(module, name)
 
 
@@ -66,7 +66,7 @@ class CheckpointReader(dcp.FileSystemReader):
             raise ValueError(f"{file} cannot be read as the index of a checkpoint: {error}") from error
         outside = sorted(name for name in names if Path(name).name != name)
         if outside:
-            raise ValueError(f"{file} names {outside[0]!r}, which is no file of its folder")
+            raise ValueError(f"{file} names {outside[0]!r}, which is not a file in its folder")
         return index
 
 

@@ -58,8 +58,8 @@ def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     if orphan.any():
         row = int(np.searchsorted(context_offsets, np.flatnonzero(orphan)[0], side="right")) - 1
         raise ValueError(
-            f"row {row} (uid {table['uid'][row].as_py()}) has an empty prompt, and nothing predicts the first token of "
-            "its response; the chat template must produce at least one token"
+            f"row {row} (uid {table['uid'][row].as_py()}) has an empty prompt, so the first token of its response "
+            "cannot be predicted; the chat template must produce at least one token"
         )
     return prompt_ids, prompt_offsets, response_ids, response_offsets, context_offsets
 
@@ -85,8 +85,8 @@ def _checked(table: pa.Table, listed: np.ndarray, lengths: np.ndarray) -> tuple[
             uid = table["uid"][int(row[at])].as_py()
             raise ValueError(f"row {row[at]} (uid {uid}), context {number} of {count}: {sentence.format(tokens[at])}")
 
-    refuse((place == 0) & has_prompt, "it has a prompt of its own; the first context stands behind `prompt_ids`")
-    refuse((place > 0) & ~has_prompt, "it has no prompt; nothing predicts the first of its tokens")
+    refuse((place == 0) & has_prompt, "it has a prompt of its own; the first context follows `prompt_ids`")
+    refuse((place > 0) & ~has_prompt, "it has no prompt, so its first token cannot be predicted")
     refuse(tokens < 0, "it has {} response tokens; their number is at least 0, and null is none")
     totals = np.bincount(row, tokens, len(listed))
     wrong = np.flatnonzero((listed > 0) & (totals != lengths))

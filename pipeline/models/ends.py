@@ -28,16 +28,16 @@ QUESTION = {"role": "user", "content": "Hello."}
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of a model's answers."""
+    """End tokens of a model's answers."""
 
     ids: tuple[int, ...]
     """Tokens after which generation stops."""
     missing: tuple[int, ...]
     """Members of `ids` that the model's own files do not name as ends for `generate`."""
     line: str
-    """Sentence that names them, and warns if answers may go on after the template's end."""
+    """Sentence that names the end tokens, and warns if answers may continue after the template's end."""
     learnt: bool
-    """True if the template writes one of them after the last answer of a conversation."""
+    """True if the template writes an end token after the last answer of a conversation."""
 
 
 def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> Ends:
@@ -87,7 +87,7 @@ def ends_of(
         problem = f"the files of the model name {lost[0]} as an end, and it has {vocabulary} tokens"
     ids = [number for number in dict.fromkeys([*known, *as_list(turn)]) if 0 <= number < (vocabulary or number + 1)]
     named = [
-        f"{tokenizer.decode([number])} ({number}{', of the chat template alone' * (number not in known)})"
+        f"{tokenizer.decode([number])} ({number}{', in the chat template only' * (number not in known)})"
         for number in ids
     ]
     line = f"answers end with {' or '.join(named)}" if ids else "no token ends an answer, so each is as long as can be"
@@ -114,7 +114,7 @@ def _turn_end(
         last = _behind(tokenizer, arguments, [])
     # A template is foreign code and may raise anything.
     except Exception as error:  # noqa: BLE001
-        return None, f"the chat template fails on an answer, so where it ends is not known: {short_reason(error)}", []
+        return None, f"the chat template fails on an answer, so its end is not known: {short_reason(error)}", []
     try:
         followed = _behind(tokenizer, arguments, [QUESTION])
     except Exception:  # noqa: BLE001
@@ -133,12 +133,12 @@ def _turn_end(
             return next((number for number in controls if number in known), controls[0]), "", tokens(last)
     text = (closing or last).strip()
     if not text:
-        return None, "the chat template writes no end behind an answer, so nothing but these can end one", []
+        return None, "the chat template writes no end after an answer, so only these can end one", []
     return (
         None,
         f"the chat template ends an answer with {text!r:.60}, which is {len(tokens(text))} tokens, so generation does "
-        "not stop there: make it one special token of the tokenizer (rollout.stop ends answers at a text, in runs and "
-        "evaluations alone)",
+        "not stop there: make it one special token of the tokenizer (rollout.stop ends answers at a text, but only in "
+        "runs and evaluations)",
         [],
     )
 

@@ -147,7 +147,7 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class NotSavedError(RuntimeError):
-    """A model could not be saved; every rank raises this."""
+    """Error of a model that could not be saved. Every rank raises it."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -35,9 +35,9 @@ from pipeline.models.sharing import Passes
 LIMIT = 1e-4
 """Largest difference of two computations in float32, in nats."""
 FACTOR = 2.0
-"""Largest ratio of a difference to the one that a type's rounding explains."""
+"""Largest allowed ratio of a difference to the difference that the type's rounding explains."""
 NOT_HAD = (ValueError, RuntimeError, TypeError, NotImplementedError)
-"""Errors of a model that lacks a way or a type."""
+"""Errors of a model without the requested attention, form of rows or type."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits of these differences, in nats."""
+    """Limits of `Difference`, in nats."""
 
     mean: float
     largest: float
@@ -134,9 +134,9 @@ class Compared:
         count = len(self.rows)
         singles = [[row] for row in range(count)]
         yield "alone", [[single] for single in singles]
-        yield ("packed" if way.packed else "padded") + " beside others", self._passes(singles, way)
+        yield ("packed" if way.packed else "padded") + " with others", self._passes(singles, way)
         if way.shared:
-            yield "behind a shared prompt", self._passes(_by_prompt(self.rows), way)
+            yield "after a shared prompt", self._passes(_by_prompt(self.rows), way)
 
     def log_probs(self, passes: Sequence[list[list[int]]], way: Way) -> np.ndarray:
         """[N] float64 of the rows' response tokens; a collective."""

@@ -58,7 +58,10 @@ class VocabularyPart:
 
 
 def own_rows(parameter: Tensor | None) -> tuple[Tensor | None, VocabularyPart | None]:
-    """Return a head's weights or bias on this rank, and their part if tensor parallelism has divided them."""
+    """Return the rows of a head's weights [V, H] or bias [V] that this rank has.
+
+    The second result is their part of the vocabulary; None if tensor parallelism has not divided them.
+    """
     if not isinstance(parameter, DTensor):
         return parameter, None
     mesh = parameter.device_mesh

@@ -135,8 +135,8 @@ def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoMode
     if kinds:
         shares = ", ".join(f"{kind} ({count / total:.1%})" for kind, count in kinds.most_common())
         text += (
-            f" of {key}={config.path}; model.lora.target_modules={config.lora.target_modules} covers less than it "
-            f"says: no linear layers in transformers, and so without an adapter, are {shares}"
+            f" of {key}={config.path}; model.lora.target_modules={config.lora.target_modules} covers less than "
+            f"expected: these are not linear layers in transformers, so they get no adapter: {shares}"
         )
     return Coverage(text, not kinds)
 

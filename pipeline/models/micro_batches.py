@@ -55,7 +55,7 @@ def split_micro_batches(
     minimum = minimum_parts(lengths, max_tokens, units, packed)
     parts = minimum if parts is None else parts
     if parts < minimum:
-        raise ValueError(f"{len(lengths)} rows need at least {minimum} micro-batches, but {parts} were asked for")
+        raise ValueError(f"{len(lengths)} rows need at least {minimum} micro-batches, but {parts} were requested")
     if packed:
         sizes, first = _sizes(lengths, max_tokens, units), _first(len(lengths), units)
         batches = _spread(sizes, max_tokens, parts)
@@ -98,7 +98,7 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
         contexts = first[unit + 1] - first[unit]
         where = f"row {first[unit]} has"
         if contexts > 1:
-            where = f"a row has {contexts} contexts, all of which must pass through the model together, with"
+            where = f"a row has {contexts} contexts that must pass through the model together, with"
         raise ValueError(
             f"{where} {sizes[unit]} tokens (prompt + response), {sizes[unit] - max_tokens} more than the {max_tokens} "
             "that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu x actor.parallel.sequence to at "
@@ -148,7 +148,7 @@ def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
 
 
 class _Units:
-    """Units of packs, from the one with the longest pack to the one with the shortest; arguments as above."""
+    """Units of packs, sorted by their longest pack, the longest first. Arguments as in `split_micro_batches`."""
 
     def __init__(self, lengths: list[int], max_tokens: int, units: list[int] | None):
         first = _first(len(lengths), units)
@@ -175,7 +175,7 @@ class _Units:
         return len(self._ordered)
 
     def padded(self, start: int, stop: int) -> int:
-        """Return the padded size of a batch of the units from `start` to `stop - 1`."""
+        """Return the padded size, in tokens, of a batch of the units from `start` to `stop - 1`."""
         return self._ordered[start] * (self._before[stop] - self._before[start])
 
     def packs(self, start: int, stop: int) -> list[int]:

@@ -176,7 +176,7 @@ def collate(
 
 
 def lay_out(sequences: Sequence[np.ndarray], packed: bool) -> ModelInputs:
-    """Build the model inputs of whole sequences of tokens, without predictions; see `pack`."""
+    """Build the model inputs of whole token sequences, each [length] int, without predictions; see `pack`."""
     counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
     ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)

@@ -29,7 +29,7 @@ NO_SDPA = "does not support an attention implementation through torch.nn.functio
 
 
 class NotLoadedError(ValueError):
-    """`transformers` cannot build a model, whose files are complete."""
+    """Error of a model with complete files that `transformers` cannot build."""
 
 
 class Pretrained(nn.Module):
@@ -173,5 +173,5 @@ def small_head(head: nn.Linear) -> Iterator[None]:
 
 
 def differs(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two computations of a head differ in shape, or by more than rounding in bfloat16."""
+    """Return True if two outputs of a head, of any shape, differ in shape or by more than rounding in bfloat16."""
     return ours.shape != theirs.shape or bool((ours - theirs).abs().max() > 0.02 * theirs.abs().max() + 1e-6)

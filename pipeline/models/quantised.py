@@ -46,6 +46,6 @@ def check_not_quantised(path: str | None, key: str) -> None:
     if kind := quantisation(path):
         raise ValueError(
             f"{key}={path} has quantised weights: {kind}. The trainer computes with whole ones; give the model in "
-            "bfloat16 or float32 that it was made from (model.lora trains adapters with less memory). "
-            "jobs.evaluate and jobs.serve read quantised models with vLLM alone"
+            "bfloat16 or float32 that it was made from (model.lora trains adapters with less memory). jobs.evaluate "
+            "and jobs.serve can use quantised models, since only vLLM reads them"
         )

@@ -41,7 +41,7 @@ class RewardModel(Pretrained):
         super().__init__(lm)
         name = type(lm).__name__
         if lm.config.num_labels != 1:
-            raise ValueError(f"{name} gives {lm.config.num_labels} numbers where a reward model gives one.")
+            raise ValueError(f"{name} gives {lm.config.num_labels} numbers, but a reward model gives one.")
         self.is_decoder = isinstance(getattr(lm, "score", None), nn.Linear)
         causal = {module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
         if lm.config.is_encoder_decoder or (causal == {False} if self.is_decoder else True in causal):
@@ -141,7 +141,7 @@ def load_reward_model(
         lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, longest, **options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
-            f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "
+            f"{key}={model.path} holds {name} of shape {list(shape)} but one label needs {list(needed)}: it is a "
             "classifier, not a reward model."
         )
     reward_model = RewardModel(lm)

@@ -47,7 +47,7 @@ class ModelSettings:
 
     @classmethod
     def of(cls, config: Config, iteration: int) -> "ModelSettings":
-        """Take the settings of a run."""
+        """Return the settings of a run for the model of `iteration`."""
         sampling, rollout = config.rollout.val_kwargs, config.rollout
         playing = next((agent for agent in config.agent.agents().values() if agent.plays), None)
         return cls(

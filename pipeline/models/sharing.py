@@ -55,7 +55,7 @@ class Passes:
         if a row's numbers depend on the other rows of a pass.
         """
         decoder = getattr(module, "decoder", None)
-        reason = "it is no decoder" if decoder is None else enable(decoder)
+        reason = "it is not a decoder" if decoder is None else enable(decoder)
         name = type(module if decoder is None else decoder).__name__
         if sequence > 1 and reason:
             raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {reason}")
@@ -190,8 +190,8 @@ def _why_not_padded(decoder: Any) -> str | None:
         return None
     apart = float((beside - alone).abs().max() / alone.abs().max())
     return (
-        f"the numbers of a row of {lengths[0]} tokens change by {apart:.1e} beside one of {longest} tokens in the same "
-        "pass, so the log-probs of a row would depend on its neighbours"
+        f"the numbers of a row of {lengths[0]} tokens change by {apart:.1e} next to one of {longest} tokens in the "
+        "same pass, so the log-probs of a row would depend on its neighbours"
     )
 
 

@@ -147,8 +147,8 @@ class SpecialTokens:
         if self._backend is None:
             raise ValueError(
                 f"{spellings._place}a text spells a special token of the tokenizer, which a "
-                f"{type(self.tokenizer).__name__} cannot take as text, as those of the `tokenizers` library "
-                "(tokenizer.json) can; remove it from the text"
+                f"{type(self.tokenizer).__name__} cannot take as text (only tokenizers of the `tokenizers` library, "
+                "with a tokenizer.json, can); remove it from the text"
             )
         renamed = self.special.sub(lambda match: self._names[match[0]], text)
         return self.ordinary(spellings.show(renamed))
@@ -212,8 +212,10 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def alternatives(texts: Iterable[str]) -> re.Pattern:
-    """Compile a pattern for any of `texts`, the longest first, or for nothing if there are none. Thousands of texts
-    take no longer than a few."""
+    """Compile a pattern that matches any of `texts`, the longest first; without texts it matches nothing.
+
+    The time of a match does not grow with the number of texts.
+    """
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

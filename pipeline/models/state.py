@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers with their names, module by module; a tied one once, under its first name.
+    """Yield parameters and persistent buffers with their names, module by module; a tied one once, under its first
+    name.
 
-    A buffer that is not persistent follows from the configuration.
+    Buffers that are not persistent are left out: they follow from the configuration.
     """
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -18,5 +19,5 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter, which may have another type elsewhere; a buffer keeps its own."""
+    """Return True for a parameter, whose type may be converted; a buffer keeps its type."""
     return isinstance(tensor, nn.Parameter)

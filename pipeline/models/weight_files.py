@@ -139,7 +139,7 @@ def _indexed(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} has no weight_map of names and files; download it again")
     files = sorted(set(places.values()))
     if "metadata" not in content:
-        raise ValueError(f'{index} has no metadata, without which transformers reads no index; add "metadata": {{}}')
+        raise ValueError(f'{index} has no metadata, which transformers needs; add "metadata": {{}}')
     if missing := [name for name in files if not (index.parent / name).is_file()]:
         raise ValueError(
             f"{index} names {len(files)} files, and {len(missing)} of them are not there, the first {missing[0]}; "
@@ -214,7 +214,7 @@ def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
     # A reader raises its own errors for damaged files.
     except Exception as error:
         raise ValueError(
-            f"{file} cannot be read as tensors alone (weights_only): {short_reason(error)}; download it again or, if "
+            f"{file} cannot be read as pure tensors (weights_only): {short_reason(error)}; download it again or, if "
             f"you trust its author, convert it: {CONVERT.format(file.parent)}"
         ) from error
 
@@ -242,7 +242,7 @@ def check_weights(folder: Path, key: str) -> None:
     if any(SHARD.fullmatch(name) for name in found.others):
         there += f", shards without their index ({NAMES[1]})"
     if found.adapter:
-        there += "; an adapter alone is no model: name its base, and the adapter with model.lora.path"
+        there += "; this is only an adapter: name its base, and the adapter with model.lora.path"
     elif (folder / "original").is_dir():
         there += "; the weights in its folder original/ are in the names of the model's author"
     raise ValueError(

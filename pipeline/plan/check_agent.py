@@ -1,7 +1,7 @@
-"""Settings of episodes that cannot be run. Part of `checks.check`; `rollout/dry.py` tries the user's code."""
+"""Checks of episode settings. Part of `checks.check`; `rollout/dry.py` runs the user's code."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pipeline.config import Config
@@ -15,12 +15,14 @@ _MCP = re.compile(r"mcp:\s*\S.*")
 _OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 OF_THE_RUN = {"hosts", "min_hosts", "host_cpus"}
-"""Keys that an agent of its own does not have."""
+"""Keys of `agent` that a named agent must not set."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+Spelled = Callable[[str], str]
+"""Function from a key to the key as it is given; see `AgentConfig.spelling`."""
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem."""
     for named in config.agent.named:
         if not _NAME.fullmatch(named):
             yield f"agent.named: {named!r} is not the name of an agent; write letters, digits, _ and -"
@@ -28,71 +30,71 @@ def problems(config: Config) -> Iterator[str]:
             yield f"agent.named.{named}.{key}: all agents share the hosts; set agent.{key}"
     found: dict[str, None] = {}
     for name, agent in config.agent.declared().items():
-        own = [] if name is None else list(violations(agent, "agent."))
-        for text in (*own, *_of_agent(replace(config, agent=agent))):
-            found[config.agent.spelled(text, name)] = None
+        spelled = config.agent.spelling(name)
+        own = [] if name is None else violations(agent, "agent.", spelled)
+        found |= dict.fromkeys([*own, *_of_agent(replace(config, agent=agent), spelled)])
     # What is wrong with the section is found in each agent that takes it from there.
     yield from (text for text in found if text not in set(violations(config.agent, "agent.")))
     idle = config.agent.hosts and not any(agent.plays for agent in config.agent.declared().values())
     what = "agent.environment, agent.tools and agent.program"
-    yield from sentences(config, {f"{{agent.hosts}} would hold nothing without {what}; leave it out": idle})
+    yield from sentences(config, {f"{{agent.hosts}} is not used without {what}; leave it out": idle})
     if uses_agent(config):
         yield from sentences(config, _rewards(config))
 
 
-def _of_agent(config: Config) -> Iterator[str]:
-    """Sentences on one agent, whose settings are the section."""
+def _of_agent(config: Config, key: Spelled) -> Iterator[str]:
+    """Yield sentences on one agent; the section `agent` of `config` holds its settings."""
     agent = config.agent
-    yield from sentences(config, agent.problems())
-    yield from _names(agent)
+    yield from sentences(config, agent.problems(), key)
+    yield from _names(agent, key)
     if agent.plays and uses_engines(config):
-        yield from sentences(config, _generation(config))
+        yield from sentences(config, _generation(config), key)
 
 
-def _names(agent: AgentConfig) -> Iterator[str]:
-    """Names that cannot be those of an environment, a tool or a variable."""
+def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
+    """Yield sentences on values that cannot name an environment, a tool or a variable."""
     if agent.environment is not None and not (_OPENENV.fullmatch(agent.environment) or is_spec(agent.environment)):
         yield (
-            f"agent.environment={agent.environment!r} is not the name of a class; write module:Class, such as "
+            f"{key('agent.environment')}={agent.environment!r} is not the name of a class; write module:Class, such as "
             "my_game:HigherLower, the file, such as /code/my_game.py:HigherLower, or openenv:URL"
         )
     if agent.program is not None and not is_spec(agent.program):
         yield (
-            f"agent.program={agent.program!r} is not the name of a function; write module:function, such as "
+            f"{key('agent.program')}={agent.program!r} is not the name of a function; write module:function, such as "
             "my_program:run, or the file, such as /code/my_program.py:run"
         )
     for number, tool in enumerate(agent.tools):
         if not isinstance(tool, str):
-            yield f"agent.tools[{number}]={tool!r} is no text; write it in quotes, such as 'mcp: COMMAND'"
+            yield f"{key('agent.tools')}[{number}]={tool!r} is not text; write it in quotes, such as 'mcp: COMMAND'"
         elif not (is_spec(tool) or any(form.fullmatch(tool) for form in (_FILE, _MCP))):
             yield (
-                f"agent.tools[{number}]={tool!r} is not the name of a tool; write module:function, such as "
+                f"{key('agent.tools')}[{number}]={tool!r} is not the name of a tool; write module:function, such as "
                 "my_tools:calc, a file, such as /code/my_tools.py, or mcp: COMMAND or URL"
             )
         elif tool in agent.tools[:number]:
-            yield f"agent.tools[{number}]={tool} is given twice; leave one of them out"
+            yield f"{key('agent.tools')}[{number}]={tool} is given twice; leave one of them out"
     for variable, value in agent.env_vars.items():
         if not _VARIABLE.fullmatch(variable):
-            yield f"agent.env_vars: {variable!r} is not the name of an environment variable"
+            yield f"{key('agent.env_vars')}: {variable!r} is not the name of an environment variable"
         if not _is_word(value):
-            yield f"agent.env_vars.{variable}={value!r} is no text that an environment variable can hold"
+            yield f"{key('agent.env_vars')}.{variable}={value!r} is not text that an environment variable can hold"
     for number, word in enumerate(agent.command):
         if not _is_word(word):
-            yield f"agent.command[{number}]={word!r} is no text that a command can hold; write it in quotes"
+            yield f"{key('agent.command')}[{number}]={word!r} is not text that a command can hold; write it in quotes"
 
 
 def _is_word(value: object) -> bool:
-    """Whether a process can be given this text. OmegaConf lets lists through where texts are declared."""
+    """Return True if a process can be given this text. OmegaConf lets lists pass for declared texts."""
     return isinstance(value, str) and "\0" not in value
 
 
 def _rewards(config: Config) -> dict[str, object]:
-    """Rewards of which nothing would come."""
+    """Return sentences on reward settings that do nothing."""
     reward = config.reward
     own = all(agent.scored_by == "environment" for agent in config.agent.declared().values())
     instead = (
         "does nothing: the environment or the program gives the rewards; set agent.reward=sum to add it to them, "
-        "agent.reward=function to score with it alone, or leave it out"
+        "agent.reward=function to score with it only, or leave it out"
     )
     table: dict[str, object] = {
         f"{{reward.custom_reward_function.path}} {instead}": own and reward.custom_reward_function.path is not None,
@@ -105,11 +107,11 @@ def _rewards(config: Config) -> dict[str, object]:
 
 
 def _generation(config: Config) -> dict[str, object]:
-    """Settings of generation that episodes cannot have."""
+    """Return sentences on generation settings that do not work with episodes."""
     agent, data, rollout = config.agent, config.data, config.rollout
     return {
-        "{rollout.ignore_eos}: an answer would not end before the episode is full; leave it out with agent.environment "
-        "and agent.tools": rollout.ignore_eos,
+        "{rollout.ignore_eos}: an answer would not end before the episode is full; leave it out with "
+        "{agent.environment:key} and {agent.tools:key}": rollout.ignore_eos,
         "{rollout.stop} with {agent.tools}: a text could end an answer inside a call; leave it out": (
             rollout.stop and agent.tools
         ),

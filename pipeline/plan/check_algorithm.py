@@ -1,4 +1,5 @@
-"""Estimators, losses, KL, critic and off-policy correction that cannot be combined. Part of `checks.check`."""
+"""Checks of estimators, losses, KL, critic and off-policy correction that exclude each other. Part of
+`checks.check`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ _ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem; an unknown estimator is left to the caller."""
+    """Yield one sentence per problem; the caller reports an unknown estimator."""
     try:
         estimator = get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError:
@@ -47,16 +48,16 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iterator[str]:
-    """Complaints about a function that may be the user's own; `others` are functions of the other kind."""
+    """Yield problems of a function that may be the user's own; `others` are functions of the other kind."""
     if ":" not in name:
         if not entry.built_in:
             module = entry.path.partition(":")[0]
             yield (
-                f"{key}={name} is registered in this process alone; give its import path, which every worker can "
-                f"import: {module}:{name}"
+                f"{key}={name} is registered in this process only; give its import path, so every worker can import "
+                f"it: {module}:{name}"
             )
     elif not entry.built_in and any(other.owns(entry.function) for other in others.values()):
-        yield f"{key}={name} is registered as another kind of function; see docs/extending.md for the two kinds"
+        yield f"{key}={name} is registered as another kind of function; see `slipstream docs extending` for both"
 
 
 def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
@@ -73,14 +74,14 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         "{algorithm.adv_estimator_kwargs}: no built-in estimator reads it; leave it out, or name one of your own": (
             algorithm.adv_estimator_kwargs and estimator.built_in
         ),
-        "{algorithm.turn_gamma} discounts from turn to turn, and rows have one; set it to 1": (
+        "{algorithm.turn_gamma} discounts from turn to turn, but rows have one turn; set it to 1": (
             algorithm.turn_gamma != 1 and not uses_agent(config)
         ),
         f"{{trainer.stream_gradients}} is not possible here: {why}; set it to null": (
             config.trainer.stream_gradients and why
         ),
-        "{trainer.max_log_prob_gap} with {algorithm.max_staleness}: rows of older versions differ from the trainer by "
-        "what it has learnt since; set trainer.max_log_prob_gap=null": (
+        "{trainer.max_log_prob_gap} with {algorithm.max_staleness}: rows of older versions differ from the trainer, "
+        "which has learnt since; set trainer.max_log_prob_gap=null": (
             algorithm.max_staleness > 0 and config.trainer.max_log_prob_gap is not None
         ),
         "{algorithm.adv_estimator} needs algorithm.gdpo_reward_keys, parts that the reward function returns, such as "
@@ -91,20 +92,20 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         "{algorithm.gdpo_reward_weights} must be finite numbers, not all of them 0": (
             gdpo and weights is not None and not (all(map(math.isfinite, weights)) and any(weights))
         ),
-        "{algorithm.gdpo_reward_keys} names a part twice; a weight of 2 does what that would": (
+        "{algorithm.gdpo_reward_keys} names a part twice; give it a larger weight instead": (
             gdpo and len(set(keys)) < len(keys)
         ),
-        "{algorithm.use_kl_in_reward} does nothing with {algorithm.adv_estimator}, which reads parts of the reward and "
-        "not its sum; use actor.use_kl_loss=true instead": gdpo and algorithm.use_kl_in_reward,
-        f"algorithm.adv_estimator={name} reads values and {{critic.enable}}; set critic.enable=null, or take an "
+        "{algorithm.use_kl_in_reward} does nothing with {algorithm.adv_estimator}, which reads the parts of the "
+        "reward, not its sum; use actor.use_kl_loss=true instead": gdpo and algorithm.use_kl_in_reward,
+        f"algorithm.adv_estimator={name} reads values, but {{critic.enable}}; set critic.enable=null, or take an "
         "estimator without values (grpo, rloo, reinforce_plus_plus)": (
             critic.enable is False and "values" in estimator.needs
         ),
-        f"{{critic.warmup}} trains a critic first, and algorithm.adv_estimator={name} has none; set critic.warmup=0": (
+        f"{{critic.warmup}} trains a critic first, but algorithm.adv_estimator={name} has none; set critic.warmup=0": (
             critic.warmup > 0 and not uses_critic(config)
         ),
-        "{model.lora.publish} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set the "
-        "first to merged": config.model.lora.alone and uses_policy_scores(config),
+        "{model.lora.weight_sync} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set "
+        "the first to merged": config.model.lora.alone and uses_policy_scores(config),
         f"{{algorithm.adv_estimator}} with {_truncation(config)}: the engine's probabilities are renormalised over the "
         f"tokens it keeps, and the estimator's sums are over the whole vocabulary; {_ALL_TOKENS}": (
             _truncation(config) and uses_policy_scores(config)
@@ -113,7 +114,7 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
 
 
 def _truncation(config: Config) -> str:
-    """The settings that keep the engine from sampling all tokens."""
+    """Return the settings that keep the engine from sampling all tokens, as text."""
     rollout = config.rollout
     limits = []
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -146,12 +147,12 @@ def _loss(config: Config) -> dict[str, object]:
         "response of each group; {algorithm.adv_estimator} does not (algorithm=online_dpo sets both)": (
             pairs and estimator.built_in and not estimator.marks_pairs
         ),
-        "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is no loss of pairs; set it to "
+        "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is not a loss of pairs; set it to "
         "online_dpo (algorithm=online_dpo sets both)": estimator.marks_pairs and not pairs,
         "{actor.policy_loss.loss_mode} is a mean over pairs of sums over tokens, and {actor.loss_agg_mode} would weigh "
         "pairs by their length; set it to seq-mean-token-sum": pairs and actor.loss_agg_mode != "seq-mean-token-sum",
         "algorithm.rollout_correction with {actor.policy_loss.loss_mode}: it would weigh or reject one response of a "
-        "pair alone, and pairs may be of any policy; set rollout_is=null and rollout_rs=null": pairs and corrects,
+        "pair without the other; set rollout_is=null and rollout_rs=null": pairs and corrects,
         f"{{actor.{low}}} must be at most 1 with {{actor.policy_loss.loss_mode}}: the lower bound would be 1 - "
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
             actor.clip_low > 1 and loss.clips
@@ -167,15 +168,15 @@ def _reference(config: Config) -> dict[str, object]:
     reference, offload = config.scoring.reference, "{scoring.reference.offload}"
     offloads = reference.offload and reads_reference(config)
     return {
-        "{scoring.reference.where} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows reach "
-        "the train workers; set where=replicas, or use actor.use_kl_loss=true instead": (
-            reference.where == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
+        "{scoring.reference.placement} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows "
+        "reach the train workers; set it to replicas, or use actor.use_kl_loss=true instead": (
+            reference.placement == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
         ),
-        f"{offload} is for a reference that is sharded over the train workers, and replicas hold it whole; set "
-        "scoring.reference.where=train_workers too, or leave it out": offloads and uses_reference(config),
+        f"{offload} is for a reference sharded over the train workers, but replicas hold it whole; set "
+        "scoring.reference.placement=train_workers too, or leave it out": offloads and uses_reference(config),
         f"{offload} with {{model.lora.rank}}: the reference is the policy without its adapters, whose weights "
         "actor.fsdp.offload=all moves; leave it out": offloads and reference_is_base(config),
-        f"{offload} leaves weights in host memory beside a GPU, and {{trainer.use_gpu}}; leave it out": (
+        f"{offload} moves weights from a GPU to host memory, but {{trainer.use_gpu}}; leave it out": (
             offloads and not config.trainer.use_gpu
         ),
     }
@@ -197,8 +198,8 @@ def _correction(config: Config) -> dict[str, object]:
         "before the forward pass that gives them; set one of them to its default": (
             bypass and settings.rollout_is_batch_normalize
         ),
-        f"{prefix}.rollout_is_threshold={high:g} would cap the weight of every token, even where the policies agree "
-        "and it is 1; give 1 or more, or two bounds (in YAML they need quotes: 0.5_2 is the number 0.52 there)": (
+        f"{prefix}.rollout_is_threshold={high:g} would cap the weight of every token, even if the policies agree and "
+        "it is 1; give 1 or more, or two bounds (in YAML they need quotes: 0.5_2 is the number 0.52 there)": (
             weighs and correction.low is None and high < 1
         ),
     }

@@ -1,4 +1,4 @@
-"""Settings that save memory of a GPU: offload to host memory, which only a GPU has beside it, and 8-bit state."""
+"""Checks of settings that save GPU memory: offload to host memory and 8-bit optimiser state."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -10,32 +10,31 @@ from pipeline.config.model import ModelConfig
 def problems(
     model: ModelConfig, learners: Mapping[str, tuple[OptimConfig, FSDPConfig]], use_gpu: bool
 ) -> dict[str, object]:
-    """Sentences, and whether each applies (see `sentences`).
+    """Return sentences, each with True if it applies (see `sentences`).
 
     Args:
-        model: of the run.
-        learners: the sections `optim` and `fsdp` by what their keys begin with, such as `actor.`.
+        model: model settings of the run.
+        learners: the sections `optim` and `fsdp` by the prefix of their keys, such as `actor.`.
         use_gpu: `trainer.use_gpu`.
     """
     offload = "{model.activation_offload}"
     table: dict[str, object] = {
-        f"{offload} moves what gradient checkpointing keeps, and {{model.enable_gradient_checkpointing}}; set it too": (
-            model.activation_offload and not model.enable_gradient_checkpointing
-        ),
-        f"{offload} moves it from a GPU to host memory, and {{trainer.use_gpu}}; leave it out": (
+        f"{offload} moves the layer inputs that checkpointing keeps, but {{model.enable_gradient_checkpointing}}; set "
+        "it too": (model.activation_offload and not model.enable_gradient_checkpointing),
+        f"{offload} moves layer inputs from a GPU to host memory, but {{trainer.use_gpu}}; leave it out": (
             model.activation_offload and not use_gpu
         ),
     }
     for name, (optim, fsdp) in learners.items():
         state, place, small = f"{{{name}optim.name}}", f"{{{name}fsdp.offload}}", optim.name == "adamw_8bit"
         table |= {
-            f"{place} leaves a GPU's training state in host memory, and {{trainer.use_gpu}}; set the first to none": (
+            f"{place} keeps a GPU's training state in host memory, but {{trainer.use_gpu}}; set the first to none": (
                 fsdp.offload != "none" and not use_gpu
             ),
-            f"{state} needs the Python package torchao on every node: pip install torchao": (
+            f"{state} needs the Python package torchao on every node: pip install 'slipstream-rl[torchao]'": (
                 small and importlib.util.find_spec("torchao") is None
             ),
-            f"{state} with {place}: the step of 8-bit state is taken where the state is; use one of them": (
+            f"{state} with {place}: the step of 8-bit state runs on the device that holds the state; use one of them": (
                 small and fsdp.offload != "none"
             ),
         }

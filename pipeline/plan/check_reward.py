@@ -1,4 +1,4 @@
-"""Settings of rewards that exclude each other. Part of `checks.check`; `reward/dry.py` tries the user's own code."""
+"""Checks of reward settings. Part of `checks.check`; `reward/dry.py` runs the user's code."""
 
 import inspect
 import math
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.config.reward import RewardConfig
-from pipeline.reward.functions import function_config, functions
+from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.reward.functions import functions
 from pipeline.reward.rules import rule_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
@@ -16,14 +16,14 @@ TAKEN = (
     *("score", "acc", "pred", "rm_score", "env_score", "raw_score"),
     *("overlong_penalty", "length_penalty", "repetition_penalty"),
 )
-"""Parts of a reward that have a meaning, so that no function may have their names."""
+"""Parts of a reward that have a fixed meaning. A function must not have one of these names."""
 
 _RULE_OPTIONS = "its options are in reward.rule_kwargs"
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per problem."""
+    """Yield one sentence per problem."""
     reward, longest = config.reward, config.data.max_response_length
     yield from sentences(config, reward.problems())
     yield from _functions(reward)
@@ -38,19 +38,20 @@ def _functions(reward: RewardConfig) -> Iterator[str]:
     for name, settings in reward.functions.items():
         key = f"reward.functions.{name}"
         if not _NAME.fullmatch(name) or name in TAKEN:
-            yield f"{key}: {name!r} names a column, so it must be letters, digits and _, and none of {', '.join(TAKEN)}"
-        try:
-            one = function_config(name, settings)
-        except ValueError as error:
-            yield str(error)
-            continue
+            yield (
+                f"{key}: {name!r} names a column, so it must be letters, digits and _, and not one of "
+                f"{', '.join(TAKEN)}"
+            )
+        one = FunctionConfig(**settings)
         if not math.isfinite(one.weight) or one.weight == 0:
-            yield f"{key}.weight={one.weight:g} must be a number other than 0; remove the entry if it is not to count"
+            yield (
+                f"{key}.weight={one.weight:g} must be a number other than 0; to leave the reward out, remove the entry"
+            )
         if one.timeout_s is not None and not 0 < one.timeout_s < math.inf:
             yield f"{key}.timeout_s={one.timeout_s:g} must be above 0, or null"
         if one.path is None and (one.batch or one.kwargs):
             inner, instead = ("batch", "rules take one row at a time") if one.batch else ("kwargs", _RULE_OPTIONS)
-            yield f"{key}.{inner} is set and {key}.path is not, so that the rule of the data_source scores: {instead}"
+            yield f"{key}.{inner} is set but {key}.path is not, so the rule of the data_source scores: {instead}"
 
 
 def _rule_kwargs(reward: RewardConfig) -> Iterator[str]:
@@ -83,7 +84,7 @@ def _rate_limit(config: Config) -> Iterator[str]:
     except ValueError:
         return
     if not own:
-        yield "reward.rate_limit is set and there is no function of your own to call; rules are not counted"
+        yield "reward.rate_limit limits functions of your own, but none is set; rules are not counted; leave it out"
         return
     if limits.max_per_minute:
         batch = config.data.train_batch_size

@@ -1,7 +1,7 @@
-"""Settings that are each valid and together impossible, found before anything is started.
+"""Checks of settings that are each valid but exclude each other, made before anything is started.
 
-Every problem is reported at once, as one sentence that names the keys, shows the arithmetic and says what to change.
-What depends on the machine or the cluster is checked in `placement.check_resources`. No torch, Ray or vLLM is imported.
+All problems are reported at once. Each is one sentence that names the keys, shows the arithmetic and gives the remedy.
+`placement.check_resources` checks the machine or the cluster. No torch, Ray or vLLM is imported.
 """
 
 import math
@@ -11,6 +11,7 @@ from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.config.mappings import compose_sections
 from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
 from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, engine_arguments, models, parallel
 from pipeline.prompts.generator import generator_class
@@ -39,8 +40,15 @@ def check(config: Config) -> None:
 def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
+    outside = [sentence.partition(" must be ")[0] for sentence in single]
+    # A sentence that quotes a value outside its bounds follows from it.
+    yield from (text for text in _combined(config, not single) if not any(value in text for value in outside))
+
+
+def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
+    """Sentences on settings that do not fit together."""
     try:
-        config.agent.declared()
+        compose_sections(config)
     except ValueError as error:
         yield str(error)
         return
@@ -66,13 +74,13 @@ def _problems(config: Config) -> Iterator[str]:
     yield from sentences(config, check_offload.problems(config.model, learners, config.trainer.use_gpu))
     yield from models.problems(config)
     yield from parallel.problems(config)
-    if not single:
-        # The arithmetic divides by values that were found to be positive above.
+    if in_bounds:
+        # The arithmetic divides by values that are positive within their bounds.
         yield from _batches(config)
 
 
 def _sections(config: Config) -> dict[str, object]:
-    """Settings of two sections that exclude each other."""
+    """Return sentences on settings of two sections that exclude each other."""
     data, rollout, algorithm, trainer = config.data, config.rollout, config.algorithm, config.trainer
     engines, groups = uses_engines(config), algorithm.filter_groups
     stop = stop_problem(rollout.stop)
@@ -81,38 +89,38 @@ def _sections(config: Config) -> dict[str, object]:
         check_scheme(trainer.storage_path or ".")
     except ValueError as error:
         scheme = str(error)
-    on, alone = "{algorithm.filter_groups.enable}", "{model.lora.publish}"
+    on, alone = "{algorithm.filter_groups.enable}", "{model.lora.weight_sync}"
     adapter = config.model.lora.alone
     engine_kwargs = [name for name in ENGINE_LORA if name in rollout.engine_kwargs]
     return {
-        f"{alone} and {{trainer.weight_transport}}: an adapter is small, and all of it changes; it travels through the "
-        "object store": adapter and trainer.weight_transport != "object_store",
+        f"{alone} and {{trainer.weight_transport}}: an adapter is small and travels through the object store; leave "
+        "trainer.weight_transport out": adapter and trainer.weight_transport != "object_store",
         f"rollout.engine_kwargs.{', '.join(engine_kwargs)} is set by model.lora; leave it out": (
             adapter and engine_kwargs
         ),
         "data.train_files is not set; give the files of the training prompts, or a data.generator": (
             not data.train_files and data.generator is None and engines
         ),
-        "{trainer.test_freq} asks for validation and data.val_files is not set; give files or set test_freq=-1": (
+        "{trainer.test_freq} needs validation prompts, but data.val_files is not set; give files or set test_freq=-1": (
             trainer.test_freq > 0 and not data.val_files and engines
         ),
-        "{rollout.sleep} with {algorithm.max_staleness}: engines that generate ahead are awake while the trainer "
-        "computes; reset one of them": rollout.sleep and algorithm.max_staleness > 0 and engines,
-        "{rollout.min_tokens} is above {data.max_response_length}": rollout.min_tokens > data.max_response_length,
+        "{rollout.sleep} with {algorithm.max_staleness}: engines that generate ahead cannot sleep while the trainer "
+        "computes; set sleep=false or max_staleness=0": rollout.sleep and algorithm.max_staleness > 0 and engines,
+        "{rollout.min_tokens} is above {data.max_response_length}; lower it": rollout.min_tokens
+        > data.max_response_length,
         f"rollout.stop {stop}; it must be a list of texts that end a response": stop,
         f"trainer.storage_path: {scheme}": scheme,
         f"{on} and {{data.recorded_run}}: a replay has only the groups of its recording; set the first to false": (
             groups.enable and not engines
         ),
-        f"{on} compares the responses of a group, and {{rollout.n}}; set n to 2 or more": (
+        f"{on} compares the responses of a group, but {{rollout.n}}; set rollout.n to 2 or more": (
             groups.enable and rollout.n == 1
         ),
-        f"{on} needs a varying number of prompts, and data.generator makes those of an iteration; use one of them": (
+        f"{on} needs a varying number of prompts, but data.generator makes exactly one iteration's; use one of them": (
             groups.enable and data.generator is not None
         ),
-        f"{on} and {{data.sampler}}, which learns from recorded rows: groups that agree are not recorded; use one": (
-            groups.enable and data.sampler == "solve_rate"
-        ),
+        f"{on} and {{data.sampler}}, which learns from recorded rows, but groups with equal rewards are not recorded; "
+        "use one of them": (groups.enable and data.sampler == "solve_rate"),
     }
 
 
@@ -145,7 +153,7 @@ def _prompts(config: Config) -> Iterator[str]:
         "{data.generator} without data.train_files has no epochs to count; set trainer.total_training_steps": (
             only_generated and config.trainer.total_training_steps is None
         ),
-        "{data.sampler} chooses among the prompts of data.train_files, which is not set": (
+        "{data.sampler} chooses among the prompts of data.train_files, which is not set; set data.sampler=uniform": (
             only_generated and data.sampler != "uniform"
         ),
     }
@@ -197,8 +205,9 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticConfig) -> Iterator[str]:
-    """All contexts of the longest episode must fit into one forward pass, if the loss needs them together."""
-    key = "max_turns" if config.agent.history == "template" else "max_contexts"
+    """Yield a sentence if the contexts of the longest episode exceed a forward pass, and the loss needs them
+    together."""
+    key = "max_turns" if config.agent.context == "rerender" else "max_contexts"
     most = most_contexts(config)
     given = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
     setting, budget = _budget(config, name, given)
@@ -206,15 +215,15 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
     tokens = most * (prompt + response)
     if most > 1 and tokens > budget and needs_whole_rows(config, learner):
         yield (
-            f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = "
-            f"{most} x ({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward "
-            f"pass, more than {setting}; raise it, or choose a policy loss of single tokens, such as "
-            "vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
+            f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = {most} x "
+            f"({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward pass, more "
+            f"than {setting}; raise it, or choose a policy loss of single tokens, such as vanilla, and a loss_agg_mode "
+            "other than seq-mean-token-mean, such as token-mean"
         )
 
 
 def _budget(config: Config, name: str, tokens: int) -> tuple[str, int]:
-    """The settings that limit a pass of a learner, in words, and the tokens that it may hold."""
+    """Return the settings that limit a pass of a learner, in words, and the limit in tokens."""
     key, sequence = f"{name}.ppo_max_token_len_per_gpu={tokens}", config.actor.parallel.sequence
     return (key, tokens) if sequence == 1 else (f"{key} x actor.parallel.sequence={sequence}", tokens * sequence)
 

@@ -1,4 +1,4 @@
-"""The names of vLLM's `EngineArgs`, read from its source: importing vLLM takes many seconds."""
+"""Names of vLLM's `EngineArgs`, read from its source: importing vLLM takes many seconds."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ FILE = "engine/arg_utils.py"
 
 
 def problems(names: Iterable[str]) -> Iterator[str]:
-    """One sentence per name in `rollout.engine_kwargs` that vLLM does not know."""
+    """Yield one sentence per name in `rollout.engine_kwargs` that vLLM does not know."""
     known = engine_arguments()
     for name in names:
         if known and name not in known:
@@ -24,7 +24,7 @@ def problems(names: Iterable[str]) -> Iterator[str]:
 
 @functools.cache
 def engine_arguments() -> tuple[str, ...]:
-    """The fields of `EngineArgs`; none if vLLM is not installed here."""
+    """Return the fields of `EngineArgs`; none if vLLM is not installed here."""
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found else None
     file = Path(next(iter(places))) / FILE if places else None

@@ -1,4 +1,4 @@
-"""Whether the plan's memory fits a kind of GPU."""
+"""Comparison of the plan's memory with a kind of GPU."""
 
 from collections.abc import Iterator
 
@@ -8,25 +8,25 @@ from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, shown
 
 FULL = 0.9
-"""Part of a GPU's memory that an estimate may fill: allocators and communication need the rest."""
+"""Share of a GPU's memory that an estimate may fill: allocators and communication need the rest."""
 
 
 def shares_gpus(config: Config) -> bool:
-    """Whether engines and train workers are on the same GPUs."""
+    """Return True if engines and train workers are on the same GPUs."""
     return uses_engines(config) and config.trainer.gpus < 1 and 0 < config.rollout.num_gpus < 1
 
 
 def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
-    """One sentence per part of the run that does not fit GPUs of this kind."""
+    """Yield one sentence per part of the run that does not fit GPUs of this kind."""
     limit, rollout = FULL * gpu.memory, config.rollout
     engine = rollout.gpu_memory_utilization * gpu.memory
-    most = f"of which an estimate may fill {shown(limit)}"
+    most = f"and an estimate may fill {shown(limit)} of it"
     if config.trainer.use_gpu:
         if memory.train_peak > limit:
             yield f"a train worker needs {shown(memory.train_peak)} of {gpu.words}, {most}"
         elif shares_gpus(config):
             beside = memory.train_idle if rollout.sleep else memory.train_peak
-            when = "between updates" if rollout.sleep else "beside an engine that never sleeps"
+            when = "between updates" if rollout.sleep else "with an engine that never sleeps"
             if beside + engine > limit:
                 yield (
                     f"a train worker {when} and an engine need {shown(beside)} + {shown(engine)} "

@@ -14,13 +14,13 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes that torch sees."""
+    """Memory that torch sees, in bytes."""
     flops: float | None
-    """Dense bfloat16 operations per second, with which `benchmarks/gpu` compares; None if they are not known."""
+    """Dense bfloat16 operations per second, a reference for `benchmarks/gpu`; None if not known."""
 
     @property
     def words(self) -> str:
-        """Memory and name."""
+        """Memory and name, as text."""
         return f"{self.memory / GIB:.0f} GiB ({self.name})"
 
 
@@ -37,19 +37,20 @@ GPUS = {
     )
 }
 DEFAULT = "H100"
-"""The kind of GPU that a plan is made for on a machine without GPUs."""
+"""Kind of GPU for which a plan is made on a machine without GPUs."""
 PER_NODE = 8
-"""GPUs of a node, among which communication is fast."""
+"""GPUs of a node; communication within a node is fast."""
 
 
 def known(card: str) -> Gpu | None:
-    """The kind of a card that its driver calls `card`, such as `NVIDIA A100-SXM4-40GB`; None where `GPUS` has none."""
+    """Return the kind of a card by its driver's name, such as `NVIDIA A100-SXM4-40GB`; None if `GPUS` does not have
+    it."""
     fitting = [name for name in GPUS if all(re.search(rf"\b{part}\b", card) for part in name.split("-"))]
     return GPUS[max(fitting, key=len)] if fitting else None
 
 
 def parse(text: str) -> tuple[int, Gpu]:
-    """Number and kind of GPUs, from `8` (of this machine's kind) or `8xH200`.
+    """Read a number and kind of GPUs from `8` (of this machine's kind) or `8xH200`.
 
     Raises:
         ValueError: `text` is neither, or names an unknown kind.
@@ -63,7 +64,7 @@ def parse(text: str) -> tuple[int, Gpu]:
 
 
 def local_gpu() -> Gpu | None:
-    """The kind of this machine's first GPU, with its own memory; None without a working driver."""
+    """Return the kind of this machine's first GPU, with its own memory; None without a working driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""How much memory a run takes: estimates from the headers of the models' files, before anything is loaded."""
+"""Memory estimates of a run, from the headers of the models' files, before anything is loaded."""
 
 from dataclasses import dataclass, field
 
@@ -26,52 +26,52 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimate in bytes, of one process each unless said otherwise."""
+    """Estimate in bytes, per process unless the field names another unit."""
 
     parameters: int
-    """Number of parameters of the model (no bytes)."""
+    """Number of parameters of the model."""
     train_weights: int
     train_gradients: int
     train_optimizer: int
     train_logits: int
     train_critic: int | None
-    """Weights, gradients and optimiser of the critic; 0 without one, None where its folder is not known."""
+    """Weights, gradients and optimiser of the critic; 0 without one, None if its folder is not known."""
     engine_weights: int
-    """Of each GPU of an engine."""
+    """Weights of an engine, per GPU."""
     engine_kv_needed: int
-    """KV cache that lets `rollout.max_num_seqs` sequences of full length run at the same time; of each GPU."""
+    """KV cache for `rollout.max_num_seqs` sequences of full length at the same time, per GPU."""
     rows: int
-    """All columns of tokens of one iteration in the object store."""
+    """All token columns of one iteration in the object store."""
     scorer_weights: dict[str, int | None] = field(default_factory=dict)
-    """Weights of one replica of each scoring pool; None where its folder is not known."""
+    """Weights of one replica of each scoring pool; None if its folder is not known."""
     train_versions: int = 0
-    """Copies of the weights that engines read out of the train worker's memory."""
+    """Copies of the weights in the train worker's memory that engines read."""
     adapter: int = 0
-    """Numbers of the policy's adapter (no bytes); 0 without one."""
+    """Number of parameters of the policy's adapter; 0 without one."""
     offload: str = "none"
-    """`actor.fsdp.offload`."""
+    """Value of `actor.fsdp.offload`."""
     critic_offload: str = "none"
-    """`critic.fsdp.offload`."""
+    """Value of `critic.fsdp.offload`."""
     critic_weights: int = 0
-    """Weights of the critic alone."""
+    """Weights of the critic, without gradients and optimiser."""
     critic_optimizer: int = 0
-    """Optimiser state of the critic alone."""
+    """Optimiser state of the critic."""
     train_reference: int | None = 0
-    """Weights of a reference in the train workers; 0 without one, None where its folder is not known."""
+    """Weights of a reference in the train workers; 0 without one, None if its folder is not known."""
     reference_offload: bool = False
-    """`scoring.reference.offload`."""
+    """Value of `scoring.reference.offload`."""
     train_gathered: int = 0
-    """Weights that a train worker has gathered from others at one time, and their gradients before these are summed."""
+    """Largest all-gathered weights of a train worker, and their gradients before the reduction."""
     train_activations: int = 0
-    """What a pass of `actor.ppo_max_token_len_per_gpu` tokens keeps for its backward pass."""
+    """Activations of a pass of `actor.ppo_max_token_len_per_gpu` tokens on the GPU, kept for its backward pass."""
     version: int = 0
-    """A version of the weights on its way to the engines."""
+    """Weights of one policy version on the way to the engines."""
     train_kept: int = 0
-    """What it keeps in host memory, with `model.activation_offload`."""
+    """Activations of a pass in host memory, with `model.activation_offload`."""
 
     @property
     def train_peak(self) -> int:
-        """Most bytes of one train worker, without what waits in host memory."""
+        """Peak bytes of one train worker, without its state in host memory."""
         return self.train_worker + self.train_gathered + self.train_activations
 
     @property
@@ -81,14 +81,14 @@ class Memory:
 
     @property
     def train_worker(self) -> int:
-        """Bytes of one train worker outside of a pass, without what waits in host memory."""
+        """Bytes of one train worker outside of a pass, without its state in host memory."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
         others = (self.train_critic or 0) + (self.train_reference or 0)
         return actor + self.train_versions + others - self.offloaded
 
     @property
     def offloaded(self) -> int:
-        """Bytes of it that wait in host memory."""
+        """Bytes of one train worker that wait in host memory."""
         actor = {"optimizer": self.train_optimizer}
         actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
         critic = {"optimizer": self.critic_optimizer, "all": self.train_critic or 0}
@@ -102,7 +102,7 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a train worker's part of a checkpoint: weights that are trained, and optimiser."""
+        """Bytes of a train worker's part of a checkpoint: trained weights and optimiser."""
         # What is trained has as many bytes as its gradients.
         critic = (self.train_critic or 0) - self.critic_weights
         return self.train_gradients + self.train_optimizer + critic
@@ -110,17 +110,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run; None where one is not a local folder with safetensors files."""
+    """Models of a run; None if one is not a local folder with safetensors files."""
 
     policy: ModelFiles
     critic: ModelFiles | None
-    """With its value head."""
+    """The critic, with its value head."""
     reference: ModelFiles | None
     reward: ModelFiles | None
 
 
 def read_models(config: Config) -> Models | None:
-    """The run's models; None where `model.path` is not a local folder with safetensors files.
+    """Read the run's models; None if `model.path` is not a local folder with safetensors files.
 
     Raises:
         ValueError: a file is damaged.
@@ -138,7 +138,7 @@ def read_models(config: Config) -> Models | None:
 
 
 def estimate(config: Config, models: Models) -> Memory:
-    """The memory of a run with these models."""
+    """Estimate the memory of a run with these models."""
     model, critic, reference, reward_model = models.policy, models.critic, models.reference, models.reward
     # Workers that divide one copy of the weights.
     rollout, parallel = config.rollout, config.actor.parallel
@@ -198,17 +198,18 @@ def estimate(config: Config, models: Models) -> Memory:
 
 
 def compute_element(config: Config, fsdp: FSDPConfig) -> int:
-    """Bytes of a number in the computation of a train worker."""
+    """Return the bytes per number in the computation of a train worker."""
     return BYTES[fsdp.compute_dtype(config.model.dtype, config.trainer.use_gpu)]
 
 
 def _gathered(config: Config, model: ModelFiles) -> int:
-    """Most bytes of gathered weights and of their gradients, of three moments of a pass.
+    """Return the peak bytes of all-gathered weights and gradients over the three phases of a step.
 
-    The head, and a tied embedding with it, is gathered throughout. Beside it are, as the pass begins, an embedding that
-    is not tied; in the backward pass the layer that computes, with the one after it or all layers, and gradients of
-    head and layer; in the end the gradients of head and embeddings. Of the gradients of one of these there is a copy,
-    converted for the sum over workers.
+    The head is gathered throughout, with a tied embedding. The phases add to it:
+    - at the beginning of a pass, an embedding that is not tied;
+    - in the backward pass, the current layer with the next one (or all layers), and gradients of head and layer;
+    - at the end, the gradients of head and embeddings.
+    One of these gradients has a second copy, converted for the sum over workers.
     """
     fsdp, tensor = config.actor.fsdp, config.actor.parallel.tensor
     element, summed = compute_element(config, fsdp), BYTES[fsdp.reduce_dtype]
@@ -222,11 +223,11 @@ def _gathered(config: Config, model: ModelFiles) -> int:
 
 
 def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
-    """Bytes that a pass of one worker keeps: in all, and of layer inputs, which may wait in host memory.
+    """Return the bytes that a pass of one worker keeps: in all, and in layer inputs, which may wait in host memory.
 
-    A layer keeps of a token six times its input (norms, residuals, projections), four times the queries, the keys with
-    the values, and the feed-forward width, what experts get and give, and two norms in float32. Of what torch saves in
-    layers of Qwen3 and Qwen3-MoE that is 94 to 106 %.
+    Per token, a layer keeps six times its input (norms, residuals, projections); four times the queries, keys with
+    values and feed-forward width; inputs and outputs of experts; and two norms in float32. This is 94 to 106 % of the
+    bytes that torch saves in layers of Qwen3 and Qwen3-MoE.
     """
     element, tensor = compute_element(config, config.actor.fsdp), config.actor.parallel.tensor
     tokens, width = config.actor.ppo_max_token_len_per_gpu, model.size("hidden_size")
@@ -241,9 +242,9 @@ def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
 def _learner(
     lora: LoraConfig, optim: OptimConfig, model: ModelFiles, shard: int, element: int, workers: int
 ) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimiser state of a worker with `shard` bytes of the base's weights.
+    """Return the bytes of weights, gradients and optimiser state of a worker with `shard` bytes of base weights.
 
-    Adapters are float32, and so are their gradients and optimiser states; a frozen base has none.
+    Adapters, their gradients and their optimiser states are float32; a frozen base has no gradients.
     """
     if not lora.rank:
         return shard, shard, _averages(optim, shard, element)
@@ -252,8 +253,10 @@ def _learner(
 
 
 def _averages(optim: OptimConfig, weights: int, element: int) -> int:
-    """Bytes of AdamW's state for weights of so many bytes, `element` each: two averages in float32, and of a bfloat16
-    weight the lower half of its float32 one."""
+    """Return the bytes of AdamW's state for `weights` bytes of weights with `element` bytes each.
+
+    The state has two averages in float32, and for a bfloat16 weight the lower half of its float32 value.
+    """
     if optim.name == "adamw":
         return (2 * 4 + 4 - element) * weights // element
     # A byte a number, and a scale of four bytes for 256 of them.
@@ -266,7 +269,7 @@ def _with_weights(path: str | None) -> ModelFiles | None:
 
 
 def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
-    """Bytes of KV cache of a token on each GPU of an engine."""
+    """Return the bytes of KV cache per token on each GPU of an engine."""
     rollout = config.rollout
     parts = min(rollout.tensor_parallel_size, model.size("num_key_value_heads", model.size("num_attention_heads", 1)))
     return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)

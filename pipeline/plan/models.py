@@ -1,4 +1,4 @@
-"""The models of a run, as the files of their folders describe them before anything is loaded."""
+"""Models of a run as their files describe them, before anything is loaded."""
 
 import functools
 import math
@@ -15,86 +15,86 @@ from pipeline.models import adapter, weight_files
 from pipeline.models.architecture import most_positions
 
 TOWERS = ("vision_config", "audio_config")
-"""Entries of `config.json` of models that read images or sound."""
+"""Entries of `config.json` in models that read images or sound."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 TIED = re.compile(r"embed_tokens|\bwte\b|embed_in|word_embeddings")
-"""Names of embeddings of tokens."""
+"""Names of token embeddings."""
 
 TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
-"""Names of matrices that are no linear layers inside of a model."""
+"""Names of matrices that are not linear layers inside of a model."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What model families call the number of experts in a layer."""
+"""Names in `config.json` for the number of experts in a layer, by model family."""
 
 ROUTED = ".experts."
-"""Part of the names of weights of experts that only some tokens pass through."""
+"""Part of the names of expert weights that only some tokens use."""
 
 ROUTER = re.compile(r"(?<!\.router)\.gate\.weight$")
-"""Names of matrices that choose experts and, like experts, are no linear layers in `transformers`."""
+"""Names of matrices that choose experts. Like experts, they are not linear layers in `transformers`."""
 
 OTHER_CLASSES = ("Classification", "MaskedLM", "QuestionAnswering", "PreTraining")
-"""Ends of the names of classes in `config.json` that are no causal language models."""
+"""Suffixes of class names in `config.json` that are not causal language models."""
 
 LM_HEAD = "lm_head."
-"""How the head's tensors begin, which a critic does without."""
+"""Prefix of the head's tensors, which a critic does not have."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the files of a model's folder say."""
+    """Facts in the files of a model's folder."""
 
     config: Mapping[str, Any]
-    """`config.json`; with the entries of its `text_config`, where multimodal families keep the decoder's sizes."""
+    """`config.json`, merged with its `text_config`: multimodal families keep the decoder's sizes there."""
     parameters: int
-    """Counted in the headers of its files; 0 where there are none."""
+    """Number of parameters in the headers of the files; 0 without files."""
     head: int
-    """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
+    """Number of parameters of the language model's head; 0 if it is tied to the embedding."""
     tables: int = 0
-    """Parameters of embeddings and heads among them."""
+    """Number of parameters of embeddings and heads."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs of each linear layer inside of the model, which may get an adapter."""
 
     def size(self, name: str, default: int = 0) -> int:
-        """A number of `config.json`; `default` where it is missing or null."""
+        """Return a number of `config.json`; `default` if it is missing or null."""
         value = self.config.get(name)
         return value if isinstance(value, int) else default
 
     @property
     def embedding(self) -> int:
-        """Parameters of embeddings that are not tied to the head; FSDP gathers them by themselves."""
+        """Number of parameters of embeddings that are not tied to the head; FSDP gathers them by themselves."""
         return self.tables - self.head if self.head else 0
 
     def with_value_head(self) -> "ModelFiles":
-        """The model with a head of one output, and its bias, in place of the language model's: a critic."""
+        """Return the model as a critic: a head of one output, with a bias, replaces the language model's head."""
         head = self.size("hidden_size") + 1
         parameters, tables = (count - self.head + head for count in (self.parameters, self.tables))
         return replace(self, config={**self.config, "vocab_size": 1}, parameters=parameters, head=head, tables=tables)
 
     @property
     def experts(self) -> tuple[str, int]:
-        """What `config.json` calls the number of experts in a layer, and that number; 0 without any."""
+        """Name of the number of experts in `config.json`, and the number of experts in a layer; 0 without any."""
         return next(((name, self.size(name)) for name in EXPERTS if self.size(name)), (EXPERTS[0], 0))
 
     @property
     def routes(self) -> int:
-        """Experts of a layer that a token passes through; 0 without experts."""
+        """Experts of a layer that each token uses; 0 without experts."""
         return self.size("num_experts_per_tok", 1) if self.experts[1] else 0
 
     @property
     def layers(self) -> int:
-        """Transformer layers; at least 1."""
+        """Number of transformer layers; at least 1."""
         return max(1, self.size("num_hidden_layers"))
 
     @property
     def layer(self) -> int:
-        """Mean parameters of a layer."""
+        """Mean number of parameters of a layer."""
         return (self.parameters - self.tables) // self.layers
 
     @property
     def queries(self) -> int:
-        """Outputs of a layer's query projection: heads x size of a head."""
+        """Outputs of a layer's query projection: heads x head size."""
         heads = self.size("num_attention_heads", 1)
         return heads * self.size("head_dim", self.size("hidden_size") // heads)
 
@@ -106,13 +106,13 @@ class ModelFiles:
 
     @property
     def intermediate(self) -> int:
-        """Outputs of a layer's first feed-forward projection for a token: of all experts that it passes through."""
+        """Outputs of a layer's first feed-forward projection for a token, summed over the experts that it uses."""
         routed = self.routes * self.size("moe_intermediate_size", self.size("intermediate_size"))
         return routed or self.size("intermediate_size")
 
 
 def read_model(path: str | Path | None) -> ModelFiles | None:
-    """What the model at `path`, a folder or a Hub name, holds on this machine; None without a `config.json`.
+    """Read the model at `path`, a folder or a Hub name, from files on this machine; None without a `config.json`.
 
     Raises:
         ValueError: a file is damaged.
@@ -127,7 +127,8 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
 
 @functools.lru_cache(maxsize=64)
 def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...]) -> ModelFiles:
-    """What `folder` holds, with files of these times and sizes. Mixtures of experts have thousands of tensors."""
+    """Read the model in `folder`. The result is cached by the files' times and sizes: a mixture of experts has
+    thousands of tensors."""
     config = weight_files.read_json(folder / weight_files.CONFIG)
     config |= config.get("text_config") or {}
     try:
@@ -155,7 +156,7 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
 
 
 def not_causal(model: ModelFiles) -> str | None:
-    """What a model is instead of a causal language model, by its `config.json`; None where nothing there says so."""
+    """Return the kind of a model that is not a causal language model, by its `config.json`; None for all others."""
     named = model.config.get("architectures")
     classes = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if classes and all(name.endswith(OTHER_CLASSES) for name in classes):
@@ -164,7 +165,7 @@ def not_causal(model: ModelFiles) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per model that cannot be used, or that cannot read the run's rows."""
+    """Yield one sentence per model that cannot be used or cannot read the run's rows."""
     if not config.model.path:
         yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
         return
@@ -211,6 +212,6 @@ def problems(config: Config) -> Iterator[str]:
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
         key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
         yield (
-            f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
+            f"{key}={tokenizer} has no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
             "tokenizer.save_pretrained, or set model.tokenizer_path"
         )

@@ -1,4 +1,4 @@
-"""Whether a model can be divided as `actor.parallel` says, from its `config.json`, before anything is started."""
+"""Checks that a model can be divided by `actor.parallel`, from its `config.json`, before anything is started."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per reason why the train workers or a model in them cannot be divided."""
+    """Yield one sentence per reason against a division of the train workers or of a model in them."""
     parallel, workers = config.actor.parallel, config.trainer.num_workers
     size = parallel.ranks_with_same_rows * parallel.replicate
     if size < 1 or parallel.expert < 1:
@@ -28,8 +28,9 @@ def problems(config: Config) -> Iterator[str]:
         )
     if parallel.sequence > 1 and config.model.attn_implementation != "sdpa":
         yield (
-            f"actor.parallel.sequence={parallel.sequence} divides the heads of model.attn_implementation=sdpa alone, "
-            f"not of {config.model.attn_implementation}; choose sdpa, which takes flash attention's kernel where it is"
+            f"actor.parallel.sequence={parallel.sequence} needs model.attn_implementation=sdpa, not "
+            f"{config.model.attn_implementation}; choose sdpa, which uses the kernel of flash attention if it is "
+            "available"
         )
     if parallel.tensor > 1 and config.model.lora.rank:
         yield (
@@ -50,14 +51,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _engines(config: Config) -> Iterator[str]:
-    """A sentence if engines cannot divide the heads of the model among their GPUs."""
+    """Yield a sentence if engines cannot divide the heads of the model among their GPUs."""
     parts, path = config.rollout.tensor_parallel_size, config.model.path
     if parts < 2 or not path or not uses_engines(config):
         return
     with contextlib.suppress(ValueError):
         if model := read_model(path):
             queries, keys = (model.size(name) for name in HEADS[:2])
-            # Where there are more GPUs than heads of keys, each of these is on several.
+            # With more GPUs than key heads, each head is on several GPUs.
             if queries % parts or (keys % parts and parts % keys):
                 yield (
                     f"rollout.tensor_parallel_size={parts} does not divide num_attention_heads={queries} and "
@@ -66,7 +67,7 @@ def _engines(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
-    """One sentence per reason why the model at `path`, which the setting `key` names, cannot be divided."""
+    """Yield one sentence per reason against dividing the model at `path`, the value of the setting `key`."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
     named, experts = model.experts
@@ -93,7 +94,7 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
 
 
 def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
-    """One sentence per reason why ranks cannot divide the positions of the trained model at `path`."""
+    """Yield one sentence per reason against dividing positions among ranks for the trained model at `path`."""
     parallel = config.actor.parallel
     sequence, ranks = parallel.sequence, parallel.ranks_with_same_rows
     if sequence == 1:
@@ -126,7 +127,8 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
 
 
 def _has_plan(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration class of `transformers` has a plan; True for classes that it does not know."""
+    """Return True if `transformers` has a tensor-parallel plan for this configuration class, or does not know the
+    class."""
     # Takes seconds, so only runs that ask for tensor parallelism wait for it.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

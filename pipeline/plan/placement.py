@@ -1,7 +1,7 @@
-"""Placement: the actors and tasks of a plan, put on the nodes of a cluster one by one.
+"""Placement of the plan's actors and tasks on the nodes of a cluster.
 
 Ray takes an actor's CPUs from one node and its part of a GPU from one GPU. Sums are therefore not enough: three workers
-of 0.6 of a GPU do not fit on two GPUs. The search is greedy, as Ray's is, in a few orders.
+of 0.6 of a GPU do not fit on two GPUs. The search is greedy like Ray's, in a few orders.
 """
 
 import os
@@ -17,25 +17,26 @@ from pipeline.config import ConfigError
 Resources = Mapping[str, float]
 """Resources of a node, `{"CPU": 8.0, "GPU": 1.0}`."""
 SHARED_STAGE_CPUS = 1.0
-"""CPUs of the prompt source and of the tasks that cut its blocks into chunks, which take turns."""
+"""CPUs shared by the prompt source and the tasks that cut its blocks into chunks; they take turns."""
 EPSILON = 1e-6
-"""Ray counts in ten-thousandths."""
+"""Tolerance of comparisons: Ray counts in ten-thousandths."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Ray actors or tasks of one stage, with the resources that each of them holds."""
+    """Ray actors or tasks of one stage, and the resources that each holds."""
 
     name: str
     count: int
     cpus: float
     gpus: float = 0.0
     keys: tuple[str, str, str] = ("", "", "")
-    """The keys of the three numbers above; empty for a number without a key."""
+    """Setting names of the three numbers above; empty for a number without one."""
     at_least: bool = False
-    """Tasks: Ray Data adds more on free CPUs, and `count` is the smallest number with which the run advances."""
+    """True for tasks: Ray Data adds more on free CPUs, and `count` is the smallest number with which the run
+    advances."""
     most: int = 0
-    """Actors that the stage may grow to; 0 if their number is fixed."""
+    """Largest number of actors in a stage that may grow; 0 if their number is fixed."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that a node must have."""
 
@@ -46,20 +47,20 @@ class Stage:
 
     @property
     def where(self) -> str:
-        """The labels in words."""
+        """Labels as text."""
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
         return f" on nodes labelled {labels}" if labels else ""
 
 
 @dataclass
 class Node:
-    """One node during placement, with the resources that are left."""
+    """One node during placement, with its free resources."""
 
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = field(init=False)
     gpus: list[float] = field(init=False)
-    """The free part of each GPU."""
+    """Free share of each GPU."""
     on_gpu: list[list[str]] = field(init=False)
     """Names of the stages on each GPU."""
     without_gpu: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Node:
         self.on_gpu = [[] for _ in range(count)]
 
     def take(self, stage: Stage) -> bool:
-        """Place one actor of the stage here, if it fits."""
+        """Place one actor of the stage here and return True, if it fits."""
         if stage.cpus > self.cpus + EPSILON or not stage.labels.items() <= self.labels.items():
             return False
         if stage.gpus > 0:
@@ -102,7 +103,7 @@ class Node:
 
 
 def place(stages: Iterable[Stage], nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with all actors of the stages on them; empty where no placement was found."""
+    """Return the nodes with all actors of the stages on them; empty if no placement is found."""
     stages = list(stages)
     orders = (
         lambda stage: (not stage.labels, -stage.gpus, -stage.cpus),
@@ -118,7 +119,7 @@ def place(stages: Iterable[Stage], nodes: Sequence[Node]) -> list[Node]:
 
 
 def lines(nodes: Sequence[Node]) -> Iterator[str]:
-    """One line for each node, or for several that are alike."""
+    """Yield one line per node, or per group of equal nodes."""
     for text, count in sorted(Counter(map(str, nodes)).items()):
         yield f"{count} nodes of {text}" if count > 1 else text
 
@@ -127,13 +128,13 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
     """Refuse stages that do not fit: Ray would wait forever without a message.
 
     Args:
-        stages: of the plan.
+        stages: stages of the plan.
         num_cpus: `trainer.ray_num_cpus`, the CPUs of a local Ray; None takes the machine's.
-        nodes: the empty nodes of a Ray cluster; None for a local Ray on this machine.
+        nodes: empty nodes of a Ray cluster; None for a local Ray on this machine.
 
     Raises:
-        ConfigError: CPUs or GPUs are too few in all, or no placement of the actors on the nodes and labels was found,
-            or engines that are added later would take the CPUs of tasks.
+        ConfigError: CPUs or GPUs are too few in all; or no placement of the actors on the nodes and labels is found; or
+            engines that are added later would take the CPUs of tasks.
     """
     holder = cpu_holder = "the cluster has" if nodes is not None else "this machine has"
     remedy = "lower one of them or add nodes"
@@ -156,38 +157,40 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
         wanted = ", ".join(f"{stage.count} x {stage.name} of {describe(stage.needs)}{stage.where}" for stage in stages)
         there = ", ".join(map(str, nodes))
         raise ConfigError(
-            f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
-            f"part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have {there}"
+            f"the nodes have enough CPUs and GPUs in all, but no placement was found for {wanted}: an actor takes its "
+            "CPUs from one node and its part of a GPU from one GPU, on a node with the labels of trainer.placement; "
+            f"the nodes have {there}"
         )
     _check_growth(stages, nodes)
 
 
 def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
-    """Refuse a pool that would grow at the expense of tasks."""
+    """Refuse a pool that would take the CPUs of tasks when it grows."""
     actors = [stage for stage in stages if not stage.at_least]
     words = {"rollout": ("rollout.max_engines", "engines"), "agent": ("agent.hosts", "hosts of environments")}
     for stage in actors:
         for count in range(stage.count + 1, stage.most + 1):
             grown = replace(stage, count=count)
             if not place([grown if other is stage else other for other in actors], nodes):
-                # More actors fit on further nodes alone.
+                # More actors need more nodes.
                 break
             if not place([grown if other is stage else other for other in stages], nodes):
                 tasks = " and ".join(task.name for task in stages if task.at_least)
                 key, what = words[stage.name]
                 raise ConfigError(
-                    f"{key}={stage.most}: {count} {what} would take the CPUs of the tasks of {tasks}, "
-                    f"which would wait forever; at most {count - 1} fit beside them"
+                    f"{key}={stage.most}: {count} {what} would take the CPUs of the tasks of {tasks}, which would wait "
+                    f"forever; at most {count - 1} fit with them"
                 )
 
 
 def local_node(num_cpus: int | None) -> Node:
-    """The node of a Ray on this machine, with the machine's GPUs and `num_cpus` or its CPUs."""
+    """Return the node of a Ray on this machine, with the machine's GPUs, and `num_cpus` or the machine's CPUs."""
     return Node({"CPU": float(num_cpus or os.cpu_count() or 1), "GPU": float(local_gpus())})
 
 
 def local_gpus() -> int:
-    """GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves visible; 0 without a working driver."""
+    """Return the number of this machine's GPUs that `CUDA_VISIBLE_DEVICES` makes visible; 0 without a working
+    driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -201,12 +204,12 @@ def local_gpus() -> int:
 
 
 def describe(resources: Resources) -> str:
-    """CPUs and GPUs in words."""
+    """Return CPUs and GPUs as text."""
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
 def _sum(stages: Iterable[Stage], kind: str) -> tuple[str, str]:
-    """The needs of the stages that have keys for them, as a sum of keys and as a sum of numbers."""
+    """Return the needs of the stages that have keys, as a sum of keys and as a sum of numbers."""
     words, numbers = [], []
     for stage in stages:
         each, key = stage.needs[kind], stage.keys[2 if kind == "GPU" else 1]

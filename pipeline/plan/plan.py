@@ -1,4 +1,4 @@
-"""The plan of a run: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
+"""Plan of a run: chunks, rows and optimiser steps per iteration, and actors, CPUs, GPUs and memory per stage.
 
 `slipstream train --dry-run` prints it and exits. It is computed from settings and files of the models' folders; torch,
 Ray and vLLM are not imported.
@@ -30,7 +30,7 @@ FILTER_CPUS = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved numbers of a run."""
+    """Resolved numbers of a run."""
 
     config: Config
     chunks_per_iteration: int
@@ -38,33 +38,33 @@ class Plan:
     rows_per_iteration: int
     rows_per_rank: int
     greedy_rows_per_iteration: int
-    """Rows generated for the baselines of the estimator, which do not reach the trainer."""
+    """Rows generated for the estimator's baselines, which do not reach the trainer."""
     actor: UpdateShape
     critic: UpdateShape | None
-    """None without a critic."""
+    """Update of the critic; None without one."""
     chunks_in_flight_per_engine: int
     episodes_per_engine: int
-    """Most training episodes that one engine plays at once, each with a process of its own; 0 without episodes."""
+    """Most training episodes that one engine runs at the same time, each in its own process; 0 without episodes."""
     iterations: int | None
-    """Iterations of the run; None where the number of training prompts is not known."""
+    """Iterations of the run; None if the number of training prompts is not known."""
     train_rows: int | None
     stages: tuple[Stage, ...]
     memory: Memory | None
-    """None where the model is not a local folder with safetensors files."""
+    """Memory estimates; None if the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     gpu: Gpu | None = None
-    """The kind of GPU whose memory is compared."""
+    """Kind of GPU whose memory is compared."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
     """Sentences on parts of the run that do not fit the GPUs."""
 
     @property
     def cpus(self) -> float:
-        """Ray CPUs without which some stage would wait forever."""
+        """Ray CPUs that the run needs at least; with fewer, a stage would wait forever."""
         return sum(stage.count * stage.cpus for stage in self.stages)
 
     @property
     def schedules(self) -> dict[str, tuple[OptimConfig, int]]:
-        """Settings and optimiser steps of each learning-rate schedule, by the learner; the length must be known."""
+        """Settings and optimiser steps of each learning-rate schedule, by learner. Needs `iterations`."""
         assert self.iterations is not None
         config, length = self.config, self.iterations
         learners = {"actor": (config.actor.optim, (length - config.critic.warmup) * self.actor.steps)}
@@ -78,12 +78,12 @@ class Plan:
 
 
 def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) -> Plan:
-    """The plan of `config`, on any machine.
+    """Compute the plan of `config`, on any machine.
 
     Args:
-        config: Settings of the run, which have passed `checks.check`.
-        train_rows: Number of rows of the training files, when known.
-        gpu: Kind of GPU whose memory is compared.
+        config: settings of the run that have passed `checks.check`.
+        train_rows: number of rows of the training files; None if unknown.
+        gpu: kind of GPU whose memory is compared.
 
     Raises:
         ConfigError: the rows do not fill one iteration, or all iterations are the critic's warm-up.
@@ -121,7 +121,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
 
 
 def episodes_at_once(config: Config) -> int:
-    """The number of `Plan.episodes_per_engine`."""
+    """Return `Plan.episodes_per_engine`."""
     rollout = config.rollout
     chunks = config.data.train_batch_size // rollout.chunk_prompts
     admitted = -(-chunks * (1 + config.algorithm.max_staleness) // rollout.num_engines)

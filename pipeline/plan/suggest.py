@@ -1,11 +1,11 @@
-"""Settings with which a model trains on a number of GPUs: the first that fit and that the plan accepts, of these.
+"""Suggested settings for training a model on a number of GPUs: the first combination that fits and passes the checks.
 
-    a saving            nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
-                        positions several workers divide; where that does not either, adapters
-    a layout            all GPUs train and generate in turn; half of them train and half generate
-    a mesh              copies of the shards in each node; one copy over all workers
+    a saving            none, gradient checkpointing, checkpointing with offloads; if none of them fits, passes whose
+                        positions are divided among workers; if these do not fit either, adapters
+    a layout            all GPUs train and generate in turn; or half of them train and half generate
+    a mesh              copies of the shards in each node; or one copy over all workers
 
-A saving costs speed, so a layout that saves less comes first.
+A saving costs speed, so layouts with fewer savings are tried first.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ Settings = Mapping[str, Any]
 """Values by their dotted keys."""
 
 ALONE = 0.85
-"""Part of a GPU's memory for an engine that has it alone."""
+"""Share of a GPU's memory for an engine that does not share the GPU."""
 WEIGHTS = 0.6
-"""Most of that for its weights."""
+"""Largest share of `ALONE` for the engine's weights."""
 HOST = 250 * GIB
-"""Most host memory for a train worker: nodes of eight GPUs mostly have 2 TB."""
+"""Most host memory for a train worker, in bytes: nodes of eight GPUs mostly have 2 TB."""
 SPLITS = (8, 4, 2)
 """Parts of a layer, or of an engine's model: powers of two within a node."""
 OFF: Settings = {
@@ -53,16 +53,16 @@ SAVINGS: tuple[Settings, ...] = (
     {**CHECKPOINTS, "actor.fsdp.offload": "optimizer", "model.activation_offload": True},
     {**CHECKPOINTS, "actor.fsdp.offload": "all"},
 )
-"""Ways to save memory, the cheapest first."""
+"""Settings that save memory, the cheapest first."""
 LORA: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
 ADAPTERS: tuple[Settings, ...] = (LORA, {**LORA, "model.activation_offload": True})
-"""Ways to train where all weights do not fit."""
+"""Settings for training if full weights do not fit."""
 
 
 def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | None:
-    """Settings for training on `gpus` GPUs of one kind; None where nothing was found that fits.
+    """Return settings for training on `gpus` GPUs of one kind; None if nothing fits.
 
-    They are laid over `config`, whose data, algorithm and pools of scoring replicas stay as they are.
+    They replace settings of `config`. Its data, algorithm and scoring pools stay.
     """
     left = gpus - _of_replicas(config)
     # Experts cannot have adapters.
@@ -80,7 +80,7 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
 
 
 def laid_over(config: Config, settings: Settings) -> Config:
-    """A copy of `config` with other values of some keys."""
+    """Return a copy of `config` with other values of some keys."""
     changed = copy.deepcopy(config)
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -89,7 +89,7 @@ def laid_over(config: Config, settings: Settings) -> Config:
 
 
 def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
-    """Name and text of a line of the plan: the suggested settings that differ from those of `config`.
+    """Return name and text of a line of the plan: suggested settings that differ from `config`.
 
     Raises:
         ValueError: a file of a model is damaged.
@@ -115,21 +115,21 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
 
 
 def _of_replicas(config: Config) -> int:
-    """GPUs of the scoring replicas."""
+    """Return the number of GPUs of the scoring replicas."""
     return math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
 
 
 def _layouts(
     config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings, sequence: int
 ) -> Iterator[Settings]:
-    """Settings of train workers, `sequence` of which divide the positions of a pass, and of engines, on `gpus` GPUs."""
+    """Yield settings of train workers and engines on `gpus` GPUs; `sequence` workers divide the positions of a pass."""
     parallel = config.actor.parallel
     positions = {
         "actor.parallel.sequence": sequence,
         "actor.ppo_max_token_len_per_gpu": -(-config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence),
     }
     lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
-    # Engines that generate ahead never sleep, and would slow down the train workers beside them.
+    # Engines that generate ahead never sleep, and would slow down train workers on the same GPUs.
     turns = gpus == 1 or config.algorithm.max_staleness == 0
     for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2
@@ -156,7 +156,7 @@ def _layouts(
 
 
 def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Settings) -> Iterator[Settings]:
-    """An engine beside each train worker, with the memory that the worker leaves."""
+    """Yield settings for one engine on the GPU of each train worker, with the memory that the worker leaves."""
     sleep = config.algorithm.max_staleness == 0
     memory = estimate(laid_over(config, train), models)
     left = FULL - (memory.train_idle if sleep else memory.train_peak) / gpu.memory
@@ -172,7 +172,7 @@ def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Sett
 
 
 def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings:
-    """Engines on GPUs of their own, each as small as leaves enough of its memory to the KV cache."""
+    """Return settings for engines on GPUs of their own, as small as leaves enough memory to the KV cache."""
     weights, heads = model.parameters * BYTES[config.rollout.dtype], model.size("num_attention_heads", 1)
     fitting = (size for size in (1, *reversed(SPLITS)) if weights / size <= WEIGHTS * ALONE * gpu.memory)
     size = next((size for size in fitting if gpus >= size and heads % size == 0), 1)
@@ -186,10 +186,10 @@ def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings
 
 
 def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Iterator[Settings]:
-    """Meshes of the train workers, the one with the shortest ways first; none where they cannot be divided.
+    """Yield meshes of the train workers, shortest communication first; none if they cannot be divided.
 
-    Dense models are sharded alone: a pass gathers less than it computes. Of a mixture of experts it would gather all
-    experts for a few, so these are divided as far as the model and a node allow.
+    Dense models are only sharded, since gathering a layer takes less time than computing it. A mixture of experts would
+    gather all experts for the few that a token uses, so experts are divided as far as the model and a node allow.
     """
     tensor = 1
     if model.experts[1] and not lora:
@@ -207,8 +207,10 @@ def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Itera
 
 
 def _chunk_prompts(config: Config, workers: int) -> int | None:
-    """Prompts of a chunk with which every worker gets whole chunks of each mini-batch, if possible two; None where the
-    batch cannot be shared evenly."""
+    """Return the prompts of a chunk with which every worker gets whole chunks of each mini-batch, if possible two.
+
+    None if the batch cannot be shared evenly.
+    """
     batch = config.data.train_batch_size
     minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]
     sizes = [batch, *(mini for mini in minis if mini)]

@@ -27,7 +27,7 @@ _PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
 
 
 def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
-    """The plan as a table for the terminal, with the placement on `nodes` if given."""
+    """Return the plan as a table for the terminal, with the placement on `nodes` if given."""
     config, memory = plan.config, plan.memory
     table = Table(title=f"Plan of {config.trainer.experiment_name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -37,7 +37,9 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     )
     if lora := config.model.lora.rank:
         trained = f" with {_count_words(memory.adapter)} parameters" if memory else ""
-        table.add_row("adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.publish]}")
+        table.add_row(
+            "adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.weight_sync]}"
+        )
     table.add_row("algorithm", ", ".join(_algorithm(config)))
     table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
     if uses_agent(config):
@@ -97,7 +99,7 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
 
 
 def stage_resources(stage: Stage) -> str:
-    """How many actors or tasks a stage has, with what each of them needs."""
+    """Return the number of actors or tasks of a stage with the resources of each, as text."""
     many = f"{'at least ' if stage.at_least else ''}{stage.count}{f' up to {stage.most}' if stage.most else ''}"
     gpus = f" + {stage.gpus:g} GPU" if stage.gpus else ""
     return f"{many} x {stage.cpus:g} CPU{gpus}{stage.where}"
@@ -121,7 +123,7 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _overlap(config: Config) -> Iterator[str]:
-    """What happens at the same time: generation and training, within an iteration and across iterations."""
+    """Yield lines on the overlap of generation and training, within an iteration and across iterations."""
     staleness = config.algorithm.max_staleness
     if staleness:
         iterations = f"{staleness} iteration{'s' * (staleness > 1)}"
@@ -162,7 +164,7 @@ def _steps(updates: UpdateShape) -> str:
 
 
 def _mesh(plan: Plan) -> Iterator[str]:
-    """How the train workers divide model and rows."""
+    """Yield lines on the division of model and rows among train workers."""
     parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
     same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
     groups = workers // same

@@ -1,7 +1,9 @@
-"""Models are tried before anything is started: built without memory, from `config.json` and the headers of their files.
+"""Trial of the models before anything is started: each is built without memory, from `config.json` and its files'
+headers.
 
-The loaders are those of the workers, so what they refuse is refused here: incomplete or quantised weights, weights of
-another model than that of `config.json`, adapters that do not fit, a missing head. Only numbers are not compared.
+The workers' own loaders are used, so a model that they would refuse is refused here: incomplete or quantised weights,
+weights that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not
+read.
 """
 
 import inspect
@@ -36,23 +38,23 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 NEXT = ".eh_proj."
-"""Part of the names of layers that predict further tokens: they are numbered behind the model's own."""
+"""Part of the names of layers that predict further tokens; their numbers follow the model's own layers."""
 SCALES = re.compile(r"(?:weight_scale(?:_inv|_2)?|_scale_inv|\.SCB|\.absmax|\.quant_state\.[^.]*)$")
-"""Ends of the names of tensors with which weights in few bits are multiplied."""
+"""Suffixes of tensors that scale quantised weights."""
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Names of a head and of embeddings, which may be tied."""
 COMPARED = 64
-"""Rows of them that are compared."""
+"""Number of rows of a tied head and embedding that are compared."""
 
 Load = Callable[[ModelConfig, str], Any]
 
 
 @contextmanager
 def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
-    """Inside, models of `transformers` are built of the headers of their files, on the meta device.
+    """Build models of `transformers` from the headers of their files, on the meta device, inside the context.
 
     Yields:
-        the models, each with the names in its files for which it has no place.
+        the models, each with the names in its files that it has no place for.
     """
     from transformers import PreTrainedModel
     from transformers.utils import logging as bars
@@ -87,9 +89,9 @@ def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
 
 
 def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
-    """Notes on the model of `model.path`, which the setting `key` names and `load` loads.
+    """Yield notes on the model at `model.path`, the value of the setting `key`, as loaded by `load`.
 
-    Of a Hub name nothing is downloaded: it is tried if its files are in the cache of this machine.
+    A Hub model is not downloaded: it is tried if its files are in the cache of this machine.
 
     Raises ValueError if it cannot be loaded.
     """
@@ -125,14 +127,14 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
             )
         if lost:
             yield (
-                f"{key}={path} holds {len(lost)} weights that nothing reads, the first {lost[0]}: the "
+                f"{key}={path} holds {len(lost)} weights that are not read, the first {lost[0]}: the "
                 f"{type(lm).__name__} of its config.json has no place for them"
             )
         _check_tied(lm, weight_files.find_weights(folder).files, f"{key}={path}")
 
 
 def _layers_beyond(lm: Any, unread: Sequence[str]) -> list[str]:
-    """Names among `unread`, those of weights without a place in `lm`, that would be of its layers if it had more."""
+    """Return the names in `unread`, weights without a place in `lm`, that belong to layers after its last one."""
     count = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
     modules, inside = {name for name, _ in lm.named_modules()}, f"{lm.base_model_prefix}."
     found: dict[str, list[str]] = {}
@@ -147,7 +149,10 @@ def _layers_beyond(lm: Any, unread: Sequence[str]) -> list[str]:
 
 
 def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
-    """Raises ValueError if a head that is tied to the embedding lies in the files with other values."""
+    """Compare a head with the embedding that it is tied to.
+
+    Raises ValueError if both are in the files with different values.
+    """
     from safetensors import safe_open
 
     if not getattr(lm.config.get_text_config(), "tie_word_embeddings", False):
@@ -161,14 +166,15 @@ def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
             found |= {HEAD if name.endswith(HEAD) else "": tensors.get_slice(name)[:COMPARED] for name in names}
     if len(found) == 2 and not torch.equal(*found.values()):
         raise ValueError(
-            f"{model} says tie_word_embeddings in its config.json, and its files hold a {HEAD} with other values than "
+            f"{model} has tie_word_embeddings in its config.json, but its files hold a {HEAD} with other values than "
             "the embedding: an engine would compute with the embedding and the trainer with the head. Set "
             "tie_word_embeddings to false, or delete the head."
         )
 
 
 def _is_complete(folder: Path, path: str) -> bool:
-    """Whether all files of a model are there; always of a folder, whose loader says what is missing."""
+    """Return True if all files of a Hub model are cached. A folder counts as complete: its loader names what is
+    missing."""
     if Path(path).is_dir():
         return True
     try:
@@ -178,12 +184,12 @@ def _is_complete(folder: Path, path: str) -> bool:
 
 
 def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bool = True) -> Iterator[str]:
-    """Notes on all models of a run.
+    """Yield notes on all models of a run.
 
     Args:
-        config: the run's configuration.
-        tokenizer: of the policy.
-        trained: whether the policy is trained; engines alone also read quantised models.
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        trained: True if the policy is trained; engines without a trainer can read quantised models.
 
     Raises ValueError if one of them cannot be used.
     """
@@ -211,9 +217,9 @@ def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bo
 def try_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, key: str = "model.path", source: str | None = None
 ) -> Iterator[str]:
-    """Notes on a tokenizer (of `source`, else of `model`) whose ids the model of `model.path` reads; `key` names that.
+    """Yield notes on a tokenizer (of `source`, else of `model`) for the model at `model.path`, the value of `key`.
 
-    Raises ValueError if it has no row for a token.
+    Raises ValueError if the model's embedding has no row for a token.
     """
     source = source or model.tokenizer_path or model.path
     if note := check_vocabulary(tokenizer, source, vocabulary(model), f"{key}={model.path}"):
@@ -221,9 +227,9 @@ def try_tokenizer(
 
 
 def _try_engine_model(model: ModelConfig, key: str) -> Iterator[str]:
-    """Notes on a model that an engine alone reads, which has code of its own for some families.
+    """Yield notes on a model that only an engine reads; engines have their own code for some families.
 
-    Raises ValueError as `try_model`, if it is of a family that `transformers` reads.
+    Raises ValueError like `try_model` if `transformers` reads the family.
     """
     try:
         yield from try_model(model, key, load_lm)

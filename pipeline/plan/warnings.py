@@ -1,4 +1,4 @@
-"""What is allowed and probably not meant: sentences that `--dry-run` and the start of a run show below the plan."""
+"""Warnings about settings that are allowed but probably not meant. `--dry-run` and the start of a run show them."""
 
 import math
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ from pipeline.replay import checks as replay
 def notes(
     config: Config, chunks: int, memory: Memory | None, episodes: int = 0, iterations: int | None = None
 ) -> Iterator[str]:
-    """One sentence each, for a config that can be run.
+    """Yield one sentence per warning for a config that can be run.
 
     Args:
-        config: the run's configuration.
+        config: settings of the run.
         chunks: chunks of an iteration.
-        memory: what the run needs, where the model's shape is known.
-        episodes: most episodes that one engine plays at once.
-        iterations: of the run, if their number is known.
+        memory: memory of the run; None if the model's shape is unknown.
+        episodes: most episodes that one engine runs at the same time.
+        iterations: iterations of the run; None if unknown.
     """
     yield from replay.notes(config)
     if uses_engines(config):
@@ -42,8 +42,8 @@ def notes(
     most = max(agent.max_episodes for agent in config.agent.declared().values())
     if episodes > most:
         yield (
-            f"one engine has up to {episodes:,} episodes at once and plays {most:,} of them (agent.max_episodes), each "
-            "in a process; the others wait, and a lower rollout.chunks_in_flight would let other engines have them"
+            f"one engine gets up to {episodes:,} episodes at a time and runs {most:,} of them (agent.max_episodes), "
+            "each in a process; the others wait; with a lower rollout.chunks_in_flight, other engines would get them"
         )
     yield from sentences(config, _algorithm(config))
     yield from sentences(config, _groups(config))
@@ -51,7 +51,7 @@ def notes(
         yield from sentences(config, _stale(config))
     yield from sentences(config, idle(config, iterations))
     if found := list(unread(config)):
-        yield f"set, and read by nothing in this run: {', '.join(found)}"
+        yield f"set, but not read in this run: {', '.join(found)}"
 
 
 def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, object]:
@@ -63,8 +63,8 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
         f"{chunks} chunks do not divide evenly among {{rollout.num_engines}}; some engines have one chunk more to do": (
             rollout.chunks_in_flight == 0 and chunks % rollout.num_engines
         ),
-        "{rollout.update} with {algorithm.max_staleness}: no response runs while weights change, so it changes "
-        "nothing; raise max_staleness": rollout.update == "in_flight" and config.algorithm.max_staleness == 0,
+        "{rollout.weight_update} with {algorithm.max_staleness}: no response runs while weights change, so it has no "
+        "effect; raise max_staleness": rollout.weight_update == "in_flight" and config.algorithm.max_staleness == 0,
         f"{{rollout.cpu_kvcache_space_gb}} holds fewer than {{rollout.max_num_seqs}} sequences of full length "
         f"({shown(cached)} needed); the engine queues the rest": (
             rollout.num_gpus == 0 and cached > rollout.cpu_kvcache_space_gb << 30
@@ -80,7 +80,7 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
 
 
 def _groups(config: Config) -> dict[str, object]:
-    """Notes on ranks that exchange within each layer."""
+    """Return notes on ranks that communicate within each layer."""
     ranks, workers = config.actor.parallel.ranks_with_same_rows, config.trainer.num_workers
     return {
         f"{{actor.parallel.tensor}} and {{actor.parallel.sequence}}: groups of {ranks} neighbouring ranks exchange in "
@@ -101,30 +101,30 @@ def _algorithm(config: Config) -> dict[str, object]:
         "estimator's returns": uses_critic(config) and "values" not in estimator.needs,
         f"{{actor.kl_loss_type}} has a gradient that is 0 on average; {kl_type}+ has the same value and the gradient "
         "of the KL": kl_loss and kl_type in ("kl", "k1"),
-        f"algorithm.adv_estimator={estimator.name} divides by the group's spread: where all scores of a group are "
-        "equal, even a small KL in the reward decides; actor.use_kl_loss=true has no such effect": (
+        f"algorithm.adv_estimator={estimator.name} divides by the group's standard deviation: if all scores of a group "
+        "are equal, a small KL in the reward decides alone; use actor.use_kl_loss=true instead": (
             kl_in_reward and by_spread
         ),
-        "the KL to the reference is in the reward and in the loss: it holds the policy twice": kl_loss and kl_in_reward,
+        "the KL to the reference is in the reward and in the loss, so it counts twice": kl_loss and kl_in_reward,
         "the reference is model.path without {model.lora.path}, from which training starts; to compare with the start, "
         "merge the adapter (jobs.export) and name that model in scoring.reference.path": (
             bool(config.model.lora.path) and config.scoring.reference.path is None and reads_reference(config)
         ),
-        "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured and does not train": (
+        "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured but does not train": (
             kl_loss and actor.kl_loss_coef == 0
         ),
-        "{algorithm.kl_ctrl.kl_coef}: the KL of algorithm.use_kl_in_reward=true is measured and not subtracted": (
+        "{algorithm.kl_ctrl.kl_coef}: the KL of algorithm.use_kl_in_reward=true is measured but not subtracted": (
             kl_in_reward and algorithm.kl_ctrl.kl_coef == 0
         ),
-        f"{{actor.policy_loss.loss_mode}} clips the ratio of the response, which hardly ever leaves 1 - "
-        f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; GSPO's paper has 3e-4 and 4e-4 (algorithm=gspo)": (
+        f"{{actor.policy_loss.loss_mode}} clips the ratio of the response, which seldom leaves 1 - {actor.clip_low:g} "
+        f"to 1 + {actor.clip_high:g}; GSPO's paper has 3e-4 and 4e-4 (algorithm=gspo)": (
             loss.ratio == "sequence" and loss.clips and max(actor.clip_low, actor.clip_high) > 0.01
         ),
-        "{algorithm.adv_estimator} compares tokens at one place of the response, and replies of different lengths move "
-        "answers; tir_optimal_token_baseline counts places in answers alone": (
+        "{algorithm.adv_estimator} compares tokens at the same position, but replies of different lengths shift "
+        "answers; tir_optimal_token_baseline counts positions in answers only": (
             uses_agent(config) and estimator.compares == "places"
         ),
-        "{algorithm.adv_estimator} compares turns, and rows have one: it is grpo here": (
+        "{algorithm.adv_estimator} compares turns, but rows have one turn: it equals grpo here": (
             estimator.compares == "turns" and not uses_agent(config)
         ),
         "{actor.clip_ratio_c} truncates the weights of {actor.policy_loss.loss_mode}; DPPO's paper hardly does "
@@ -133,7 +133,7 @@ def _algorithm(config: Config) -> dict[str, object]:
 
 
 def _stale(config: Config) -> dict[str, object]:
-    """Notes on rows that are older than the policy that trains on them."""
+    """Return notes on rows older than the policy that trains on them."""
     algorithm, rollout, staleness = config.algorithm, config.rollout, config.algorithm.max_staleness
     settings, own_ratio = rollout_correction(config), weighs_itself(config)
     corrects = settings.rollout_is != "none" or settings.rollout_rs is not None or own_ratio
@@ -149,7 +149,7 @@ def _stale(config: Config) -> dict[str, object]:
             staleness > 1 and config.actor.old_log_probs == "engine" and own_ratio
         ),
         "{rollout.top_p} and {rollout.top_k} with {algorithm.max_staleness}: the engine's log-probs are renormalised "
-        "over the tokens it keeps, the trainer's are not, so weights are below 1 even where the policies agree": (
+        "over the tokens it keeps, the trainer's are not, so weights are below 1 even if the policies agree": (
             settings.rollout_is != "none" and (rollout.top_p < 1 or rollout.top_k > 0)
         ),
         f"{{algorithm.max_staleness}}: the critic's values are of a version up to {staleness} older than the critic "
@@ -167,5 +167,5 @@ def _stale(config: Config) -> dict[str, object]:
 
 
 def largest_gain(delay: int) -> float:
-    """The gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
+    """Return the gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
     return 2 * math.sin(math.pi / (4 * delay + 2))

@@ -1,6 +1,6 @@
-"""Settings that have no effect with the others, as notes of the plan.
+"""Notes of the plan on settings without effect.
 
-`unread` lists keys that nothing reads in the run. `idle` has sentences on values that are read and change nothing.
+`unread` lists keys that the run does not read. `idle` has sentences on values that are read but change nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ from pipeline.replay import checks as replay
 from pipeline.reward.functions import functions
 
 _OF_ENVIRONMENT = ("agent.observation_role", "agent.same_seed_in_group")
-"""Keys that only runs with an environment read."""
+"""Keys that are read only if a run has an environment."""
 _NOT_OF_PROGRAM = (
     "agent.observation_role",
     "agent.max_parallel_calls",
@@ -38,11 +38,11 @@ _NOT_OF_PROGRAM = (
 
 
 def idle(config: Config, iterations: int | None) -> dict[str, object]:
-    """Sentences on values that change nothing, and whether each applies (see `bounds.sentences`).
+    """Return sentences on values that change nothing, each with True if it applies (see `bounds.sentences`).
 
     Args:
-        config: the run's configuration.
-        iterations: of the run; None if their number is not known.
+        config: settings of the run.
+        iterations: iterations of the run; None if unknown.
     """
     trainer, sampling, rollout = config.trainer, config.rollout.val_kwargs, config.rollout
     greedy, validates = sampling.temperature == 0 or sampling.top_k == 1, bool(config.data.val_files)
@@ -82,7 +82,7 @@ def idle(config: Config, iterations: int | None) -> dict[str, object]:
 
 
 def unread(config: Config) -> Iterator[str]:
-    """Keys with another value than their default that have no effect with the others."""
+    """Yield the keys whose value differs from the default but has no effect with the other settings."""
     algorithm, actor = config.algorithm, config.actor
     sampling = config.rollout.val_kwargs
     normed = "seq-mean-token-sum-norm"
@@ -122,7 +122,7 @@ def unread(config: Config) -> Iterator[str]:
         "data.shuffle_window_rows": not config.data.shuffle,
         "data.truncation": config.data.filter_overlong_prompts,
         "rollout.val_kwargs.top_*": sampling.temperature == 0,
-        "rollout.update_kv": config.rollout.update == "between_chunks",
+        "rollout.update_kv": config.rollout.weight_update == "between_chunks",
         "rollout.cpu_kvcache_space_gb": config.rollout.num_gpus > 0,
         "rollout.gpu_memory_utilization": config.rollout.num_gpus == 0,
         "trainer.gpus_per_worker": not config.trainer.use_gpu,
@@ -149,7 +149,8 @@ def unread(config: Config) -> Iterator[str]:
 
 
 def _not_read(chosen: PolicyLoss | Estimator, others: Iterable[PolicyLoss | Estimator]) -> set[str]:
-    """Keys that other algorithms read and `chosen` does not; none if it is the user's own and does not say."""
+    """Return keys that other algorithms read and `chosen` does not; none for a user's algorithm that does not list its
+    keys."""
     if not (chosen.built_in or chosen.reads):
         return set()
     return {key for other in others for key in other.reads} - set(chosen.reads)

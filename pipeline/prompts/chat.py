@@ -113,8 +113,8 @@ class ChatTokenizer:
             return spellings.render(self._with_opening, messages)
         if messages[-1].get("tool_calls"):
             raise ValueError(
-                f"{self._column}: the last message is the assistant's and has tool calls, and no results stand behind "
-                "it; add these, or remove the message"
+                f"{self._column}: the last message is the assistant's and has tool calls without results; add the "
+                "results, or remove the message"
             )
         if not begun.strip():
             raise ValueError(

@@ -130,7 +130,7 @@ def data_source(values: dict[str, Any]) -> str:
     """Return the `data_source` of a row. Raises ValueError if it has none."""
     found = values.get("data_source")
     if not isinstance(found, str):
-        what = "null" if found is None else f"{found!r:.80} where text is needed"
+        what = "null" if found is None else f"{found!r:.80} instead of text"
         raise ValueError(f"`data_source` is {what}; every row needs one")
     return found
 
@@ -145,8 +145,7 @@ def ground_truth_of(values: dict[str, Any]) -> Any:
         return None
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
         raise ValueError(
-            f"`reward_model` is {reward_model!r:.80} where an object with `ground_truth` is needed; write the answer "
-            "there"
+            f"`reward_model` is {reward_model!r:.80} instead of an object with `ground_truth`; write the answer there"
         )
     return reward_model["ground_truth"]
 

@@ -144,7 +144,7 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
         chosen = [file for file in found if file.endswith(".parquet")]
         # Without parquet files, the convertible ones are refused by name.
         chosen = chosen or [file for file in found if file.endswith(CONVERTIBLE) and not file.endswith(".json")]
-        return chosen, f"folder {path} holds no .parquet file; name the files or another folder"
+        return chosen, f"folder {path} has no .parquet file; name the files or another folder"
     folder, _, name = place.rpartition("/")
     siblings = listing.ls(folder, detail=False) if folder and listing.isdir(folder) else []
     near = nearest(name, [entry.rstrip("/").rpartition("/")[2] for entry in siblings])
@@ -157,8 +157,8 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
     for log, kind in TABLES.items():
         if any(re.match(log, name) for name in names):
             return (
-                f"{path} is a table of {kind}, whose log says which of its files count; write its rows to parquet "
-                "files in a folder of their own, or name the files"
+                f"{path} is a table of {kind}, whose log selects its valid files; write its rows to parquet files in "
+                "another folder, or name the files"
             )
     splits: dict[str, str] = {}
     for name in names:

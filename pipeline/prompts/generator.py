@@ -25,7 +25,7 @@ class Generator(Plugin):
 def generator_class(name: str) -> type[Generator]:
     """Import the class `data.generator`. Raises ValueError if it does not exist or is not a `Generator`."""
     if ":" not in name:
-        raise ValueError(f"data.generator {name!r} is no import path; name a class of yours as 'package.module:Class'")
+        raise ValueError(f"data.generator {name!r} is not an import path; name your class as 'package.module:Class'")
     return find_class("data.generator", name, {}, Generator)
 
 

@@ -28,7 +28,7 @@ from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
 UNREAD = "ability"
-"""A column of verl's format without a use, there and here."""
+"""Column of verl's format without a use."""
 MAX_CALLS = 100
 """Largest number of calls of a generator for the prompts of one iteration."""
 
@@ -147,7 +147,7 @@ class PromptLoader:
             if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
                 raise ValueError(f"{name} returned {given!r:.80}; give a list of rows, each a dict as in a prompt file")
             if len(given) > count - len(rows):
-                raise ValueError(f"{name} returned {len(given)} rows where at most {count - len(rows)} were asked for")
+                raise ValueError(f"{name} returned {len(given)} rows, more than the {count - len(rows)} requested")
             prompts = []
             for i, row in enumerate(given, made):
                 place = Place("data.generator", number, i)
@@ -164,8 +164,8 @@ class PromptLoader:
             if self.files or not given or len(rows) == count:
                 return rows
         raise ValueError(
-            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, too few "
-            "of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
+            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, but too "
+            "few can be used (data.max_prompt_length, data.filter_overlong_prompts)"
         )
 
     def counts(self) -> dict[str, int]:
@@ -188,7 +188,7 @@ class PromptLoader:
         read = {name.partition(".")[0] for name in self._columns} | {UNREAD} | self.encoder.media
         for file in self.files:
             if unread := [name for name in file.columns if name not in read]:
-                yield f"{file.key}: {file.name} has columns that nothing reads: {', '.join(unread)}"
+                yield f"{file.key}: {file.name} has columns that are not read: {', '.join(unread)}"
         yield from self.encoder.chat.omissions.notes
 
     @property
@@ -260,10 +260,10 @@ class PromptLoader:
         return self._walks[name]
 
     def _taken(self, name: str, epoch: int, offset: int, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Yield the rows of an order that the sampler takes, and their values.
+        """Yield the rows of an order that the sampler takes, with the sampler's values.
 
         Raises:
-            ValueError: no row of a whole epoch is taken.
+            ValueError: the sampler takes no row in a whole epoch.
         """
         order = self.orders.get(name)
         if order is None:
@@ -340,8 +340,8 @@ class PromptLoader:
         for name in given:
             if name not in names:
                 raise ValueError(
-                    f"{self._sampler_key()} gives a share to {name!r}, which is no data_source of the training files "
-                    f"({', '.join(names)}){nearest(name, names)}"
+                    f"{self._sampler_key()} gives a share to {name!r}, which is not a data_source of the training "
+                    f"files ({', '.join(names)}){nearest(name, names)}"
                 )
         if missing := [name for name in names if name not in given]:
             raise ValueError(

@@ -175,7 +175,7 @@ def open_parquet(
 def data_sources(
     files: list[PromptFile], allow_bad: bool = False, check: Callable[[str | None], None] | None = None
 ) -> dict[str | None, list[str]]:
-    """Read the distinct `data_source` values of all rows, sorted, by their `agent_name`. Only these columns are read.
+    """Read the distinct `data_source` values for each `agent_name`, sorted. Only these two columns are read.
 
     Args:
         check: raises ValueError for an unknown agent; with `allow_bad` such rows are skipped.
@@ -235,18 +235,15 @@ def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> 
     prompt, source = schema.field(prompt_key).type, schema.field("data_source").type
     if not may_be_messages(prompt):
         raise ValueError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
-            'list of structs {role, content} of text, as in [{"role": "user", "content": "..."}]. Wrap plain text like '
-            "this."
+            f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} instead of chat messages: a list of "
+            'structs {role, content} of text, as in [{"role": "user", "content": "..."}]. Wrap plain text like this.'
         )
     if not is_text(source):
-        raise ValueError(
-            f"{where}: column 'data_source' is of type {source} where text is needed; write it as a string"
-        )
+        raise ValueError(f"{where}: column 'data_source' is of type {source} instead of text; write it as a string")
     reward_model = schema.field("reward_model").type
     names = [field.name for field in reward_model] if pa.types.is_struct(reward_model) else []
     if "ground_truth" not in names and not may_be_object(reward_model):
         raise ValueError(
-            f"{where}: column 'reward_model' is of type {reward_model} where a struct with the field `ground_truth` "
-            f"is needed{nearest('ground_truth', names)}; write the answer there"
+            f"{where}: column 'reward_model' is of type {reward_model} instead of a struct with the field "
+            f"`ground_truth`{nearest('ground_truth', names)}; write the answer there"
         )

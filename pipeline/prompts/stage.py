@@ -192,8 +192,9 @@ class Prompts:
         self._loader, self._val = loaders(data, model, limits, trainer.seed, run_dir, epochs, schedule.feedback_lag)
         if self._endless and self._loader.learns:
             raise ValueError(
-                f"data.sampler={data.sampler} learns from the outcomes of earlier prompts, and with "
-                "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does not"
+                f"data.sampler={data.sampler} learns from the outcomes of earlier prompts, but with "
+                "algorithm.filter_groups.enable=true dropped groups are not recorded; use a sampler that does not "
+                "learn"
             )
         self._next_page = -1
         self._last: int | None = None

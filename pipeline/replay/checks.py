@@ -46,9 +46,13 @@ def recorded_config(run_dir: Path) -> Config:
         ConfigError: it is not a run's folder, or a run of another version.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"there is no folder {run_dir}; give that of a run that has trained, such as runs/NAME")
+        raise ConfigError(
+            f"the folder {run_dir} does not exist; give the folder of a run that has trained, such as runs/NAME"
+        )
     if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} holds no {CONFIG_FILE}, so it is not the folder of a run, which runs/NAME is")
+        raise ConfigError(
+            f"{run_dir} has no {CONFIG_FILE}, so it is not the folder of a run; give one such as runs/NAME"
+        )
     try:
         return load_yaml(run_dir / CONFIG_FILE, Config)
     except ConfigError as error:
@@ -110,7 +114,7 @@ def problems(config: Config) -> Iterator[str]:
     for name, files in (("train_files", data.train_files), ("generator", data.generator)):
         if files:
             yield (
-                f"data.{name} does nothing with data.recorded_run={data.recorded_run}, whose prompts are those of the "
+                f"data.{name} does nothing with data.recorded_run={data.recorded_run}, whose prompts come from the "
                 "recording; leave one of them out"
             )
     if data.val_files or config.trainer.test_freq > 0:
@@ -125,8 +129,8 @@ def notes(config: Config) -> Iterator[str]:
     if uses_engines(config):
         return
     yield (
-        "a replay starts no engine: nothing is validated, and data.val_files and trainer.test_freq are left out; the "
-        "model it saves is one for python -m jobs.evaluate"
+        "a replay starts no engine, so it does not validate; data.val_files and trainer.test_freq are left out. "
+        "Validate the saved model with python -m jobs.evaluate"
     )
     gap, correction = config.trainer.max_log_prob_gap, config.algorithm.rollout_correction
     if gap is not None:
@@ -136,9 +140,9 @@ def notes(config: Config) -> Iterator[str]:
         )
     if config.actor.old_log_probs != "recompute" or not parse(correction).active:
         yield (
-            "the log-probs in the rows are those of the recorded policy; once the replay's policy has parted from it, "
+            "the log-probs in the rows come from the recorded policy; once the replay's policy differs from it, "
             "training is off-policy. actor.old_log_probs=recompute with algorithm.rollout_correction (as in "
-            "algorithm=[NAME,tis]) weighs rows by how far they are off; see docs/replay.md"
+            "algorithm=[NAME,tis]) weighs rows by that difference; see `slipstream docs after_training`"
         )
 
 
@@ -160,7 +164,7 @@ def check_recording(config: Config) -> int:
     if recording.n != config.rollout.n:
         raise ConfigError(
             f"{data.recorded_run}/trajectories holds groups of {recording.n} rows, and by its config.yaml the run "
-            f"sampled rollout.n={config.rollout.n}; the files are those of another run, or were changed"
+            f"sampled rollout.n={config.rollout.n}; the files belong to another run, or were changed"
         )
     sources = recording.check()
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
@@ -188,7 +192,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         was, now = (as_argument(value_of(of, name)) for of in (recorded, config))
         if was != now and not moved:
             yield (
-                f"{name}={now}: the rows of {run_dir} were made with {name}={was}, and a replay plays no episodes; "
+                f"{name}={now}: the rows of {run_dir} were made with {name}={was}, and a replay runs no episodes; "
                 "leave it as it was"
             )
     for name in ("data.max_prompt_length", "data.max_response_length"):
@@ -208,7 +212,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         if scores and not same(was, now, compared=False):
             yield (
                 f"{name}={now}: {estimator} compares with the recorded scores of greedy responses, whose text is not "
-                f"recorded, so the reward must be that of the recording ({was}); leave it, or choose another estimator"
+                f"recorded, so the reward must stay as recorded ({was}); leave it, or choose another estimator"
             )
 
 
@@ -226,9 +230,9 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(
                 f"{config.model.tokenizer_path or config.model.path} has another tokenizer than the one that "
-                f"{config.data.recorded_run} was recorded with: it reads the tokens of a response as {text!r:.80} "
-                f"where {row['response']!r:.80} was recorded; train a model with the tokenizer of the recording "
-                "(model.path, model.tokenizer_path)"
+                f"{config.data.recorded_run} was recorded with: it reads the tokens of a response as {text!r:.80}, but "
+                f"{row['response']!r:.80} was recorded; train a model with the tokenizer of the recording (model.path, "
+                "model.tokenizer_path)"
             )
 
 

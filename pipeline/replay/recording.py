@@ -73,7 +73,7 @@ class Recording:
         found = recorded_files(run_dir)
         if not found:
             raise FileNotFoundError(
-                f"{run_dir}/trajectories holds no training rows; give the folder of a run that has trained"
+                f"{run_dir}/trajectories has no training rows; give the folder of a run that has trained"
             )
         have = f"recorded are iterations {min(found)} to {max(found)}"
         first, last = iteration_range(iterations) if iterations else (min(found), max(found))
@@ -135,13 +135,13 @@ class Recording:
                 continue
             if name not in schema.names:
                 raise ValueError(
-                    f"{file} has no column {name!r}: it is no recording, or that of an older version, which cannot be "
-                    "replayed; record the run again"
+                    f"{file} has no column {name!r}: it is not a recording, or it is one of an older version, which "
+                    "cannot be replayed; record the run again"
                 )
             if schema.field(name).type != kind:
                 raise ValueError(
-                    f"{file}: column {name!r} is of type {schema.field(name).type} where recordings have {kind}; "
-                    "replay the files as they were recorded"
+                    f"{file}: column {name!r} is of type {schema.field(name).type} but recordings have {kind}; replay "
+                    "the files as they were recorded"
                 )
         uids = np.asarray(found["uid"].to_pylist(), dtype=object)
         if len(uids) == self._groups_per_file * self.n:
@@ -159,7 +159,7 @@ class Recording:
             table = parquet.read(self.columns)
         rows = self._groups_per_file * self.n
         if len(table) != rows:
-            raise ValueError(f"{file} has {len(table)} rows where {rows} were recorded; it has changed since the start")
+            raise ValueError(f"{file} has {len(table)} rows, but {rows} were recorded; it has changed since the start")
         for name in NEWER - {*table.column_names}:
             table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         return table.select(self.columns)
@@ -177,7 +177,7 @@ def whole_iterations(run_dir: str, chunks: int) -> str:
     whole = [iteration for iteration, files in found.items() if len(files) == chunks]
     if not whole:
         raise FileNotFoundError(
-            f"{run_dir}/trajectories holds no whole iteration of {chunks} chunks; give the folder of a run that has "
+            f"{run_dir}/trajectories has no complete iteration of {chunks} chunks; give the folder of a run that has "
             "trained",
         )
     return f"{min(found)}-{whole[-1]}"
@@ -187,7 +187,7 @@ def _uids(file: str) -> list[str]:
     with _open(file) as parquet:
         table = parquet.read(["uid"])
     if not len(table) or "uid" not in table.column_names:
-        raise ValueError(f"{file} has no rows with a column 'uid', so it is no recording; remove it")
+        raise ValueError(f"{file} has no rows with a column 'uid', so it is not a recording; remove it")
     return table["uid"].to_pylist()
 
 

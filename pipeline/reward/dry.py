@@ -132,8 +132,8 @@ def dry_call(
         if all(row["reward_error"] for row in scored):
             raise ValueError(
                 f"the reward fails for each of the first {len(scored)} prompts of data_source {source!r}, tried with a "
-                f"made-up response: {scored[0]['reward_error']}; nothing could be learnt from such rows. Check the "
-                "ground truth of the data, and the reward function (reward.custom_reward_function, reward.functions)"
+                f"made-up response: {scored[0]['reward_error']}; such rows teach nothing. Check the ground truth of "
+                "the data, and the reward function (reward.custom_reward_function, reward.functions)"
             )
         known = {"score": 0.0}
         for row in scored:

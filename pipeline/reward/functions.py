@@ -27,16 +27,6 @@ ONLY = ""  # name of a function without others
 
 SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need beyond its limit, to start and to end
 
-_KINDS: dict[str, tuple[Any, str]] = {
-    "path": (str | None, "text or null"),
-    "name": (str, "text"),
-    "kwargs": (dict, "a mapping"),
-    "weight": (int | float, "a number"),
-    "batch": (bool, "true or false"),
-    "timeout_s": (int | float | None, "a number or null"),
-}
-"""Types of the keys of `FunctionConfig`, with a text for messages."""
-
 
 @dataclass(frozen=True)
 class Function:
@@ -56,14 +46,10 @@ class Function:
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """List the functions that score every row, in the order of `reward.functions`; none if only a reward model scores.
-
-    Raises:
-        ValueError: as `function_config`.
-    """
+    """List the functions that score rows, in the order of `reward.functions`; none if only a reward model scores."""
     made = []
     for name, settings in config.functions.items():
-        one = function_config(name, settings)
+        one = FunctionConfig(**settings)
         timeout_s = config.timeout_s if one.timeout_s is None else one.timeout_s
         key = f"reward.functions.{name}"
         made.append(Function(name, key, timeout_s, one.path, one.name, one.kwargs, weight=one.weight, batch=one.batch))
@@ -72,24 +58,6 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
         return tuple(made)
     key = "reward.custom_reward_function"
     return (Function(ONLY, key, config.timeout_s, custom.path, custom.name, custom.reward_kwargs),)
-
-
-def function_config(name: str, settings: Any) -> FunctionConfig:
-    """Read the section `reward.functions.<name>` with its defaults.
-
-    Raises:
-        ValueError: the section has an unknown key, or a value of a wrong type.
-    """
-    key = f"reward.functions.{name}"
-    if not isinstance(settings, dict):
-        raise ValueError(f"{key}={settings!r} must be a mapping with the keys {', '.join(_KINDS)}")
-    for inner, value in settings.items():
-        if inner not in _KINDS:
-            raise ValueError(f"there is no key {key}.{inner}; the keys of a reward are {', '.join(_KINDS)}")
-        kind, words = _KINDS[inner]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {words}")
-    return FunctionConfig(**settings)
 
 
 def limit_of(function: Function, data_source: str, config: RewardConfig) -> float:
@@ -133,9 +101,16 @@ def load(function: Function) -> Callable[..., Any]:
             f"{key}.name is {function.attribute!r}, but {function.path} has no such function "
             f"(it has: {', '.join(names)})"
         )
+    try:
+        signature = inspect.signature(loaded)
+    except ValueError as error:
+        raise ValueError(
+            f"{key}: {function.attribute} in {function.path} is built in, and does not say what it takes ({error}); "
+            "name a function of your own that calls it"
+        ) from error
     keywords = (*keywords_of(loaded, function.batch), *episode_keywords(loaded, function))
     try:
-        inspect.signature(loaded).bind(**dict.fromkeys(keywords), **function.kwargs)
+        signature.bind(**dict.fromkeys(keywords), **function.kwargs)
     except TypeError as error:
         call = f"{function.attribute}({', '.join([*keywords, *function.kwargs])})"
         raise ValueError(

@@ -25,7 +25,7 @@ from pipeline.reward.functions import budget_for, functions
 from pipeline.reward.program import NO_SCORE
 from pipeline.reward.rate_limit import RateLimit
 from pipeline.reward.result import Answer, answer_from, failed
-from pipeline.reward.worker import Call, RewardWorker, WorkerLost
+from pipeline.reward.worker import RewardCall, RewardWorker, WorkerLost
 
 TICK_S = 0.05
 START_S = 120.0  # seconds in which a worker must have loaded the functions
@@ -52,7 +52,7 @@ class Pool:
         self._limit = RateLimit(config.rate_limit.max_concurrent, config.rate_limit.max_per_minute)
         self._grace = min([GRACE_S, *(function.timeout_s / 10 for function in made)])
         self._ids = itertools.count()
-        self._waiting: dict[str, deque[Call]] = {function.name: deque() for function in made}
+        self._waiting: dict[str, deque[RewardCall]] = {function.name: deque() for function in made}
         self._workers: list[RewardWorker] = []
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a worker has loaded them."""
@@ -61,13 +61,13 @@ class Pool:
         self._free_at = 0.0  # when a worker was last free, or nothing waited
         self._needed_at = 0.0  # when all workers for plain functions last had something to do
         self._lock = threading.Lock()  # guards the two below; everything above belongs to the thread
-        self._new: list[Call] = []
+        self._new: list[RewardCall] = []
         self._closed = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
         self._thread.start()
 
-    def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
+    def run(self, calls: Sequence[RewardCall]) -> list[list[Answer]]:
         """Make the calls, and return the answers for the rows of each.
 
         Raises:
@@ -171,7 +171,7 @@ class Pool:
             worker.began_at, worker.given = now, len(calls)
             worker.begin({next(self._ids): call for call in calls})
 
-    def _take(self, worker: RewardWorker, now: float) -> list[Call]:
+    def _take(self, worker: RewardWorker, now: float) -> list[RewardCall]:
         """Take the waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared
         worker."""
         if worker.calls and worker is not self._shared:
@@ -179,7 +179,7 @@ class Pool:
         if self._shared is None and any(self._waiting[name] for name in self._asynchronous):
             self._shared = worker
         shared = worker is self._shared
-        calls: list[Call] = []
+        calls: list[RewardCall] = []
         for name, queue in self._waiting.items():
             if (name in self._asynchronous) != shared:
                 continue
@@ -196,10 +196,10 @@ class Pool:
                     self._limit.begin(now)
         return calls
 
-    def _may_begin(self, call: Call, now: float) -> bool:
+    def _may_begin(self, call: RewardCall, now: float) -> bool:
         return call.by_rule or self._limit.may_begin(now)
 
-    def _finish(self, worker: RewardWorker, call: Call, answers: list[Answer], now: float) -> None:
+    def _finish(self, worker: RewardWorker, call: RewardCall, answers: list[Answer], now: float) -> None:
         """Handle a worker's answers to a call."""
         self._set(call, answers)
         following = next(iter(worker.calls.values()), None)
@@ -211,7 +211,7 @@ class Pool:
         else:
             following.deadline = now + following.limit_s
 
-    def _set(self, call: Call, answers: list[Answer]) -> None:
+    def _set(self, call: RewardCall, answers: list[Answer]) -> None:
         if not call.by_rule:
             self._limit.end()
         call.answers.set_result(answers)

@@ -45,7 +45,7 @@ NO_SCORE = "no score after {:g} s"  # the message for a call that took too long;
 
 
 class Request(NamedTuple):
-    """One call, as the pool sends it (`worker.Call`)."""
+    """One call, as the pool sends it (`worker.RewardCall`)."""
 
     number: int
     function: str

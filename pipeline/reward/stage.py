@@ -26,7 +26,7 @@ from pipeline.reward.functions import EPISODE_KEYWORDS, ONLY, Function, function
 from pipeline.reward.pool import pool_for
 from pipeline.reward.result import FLOAT32_MAX, Answer, failed
 from pipeline.reward.shaping import Shaping
-from pipeline.reward.worker import Call
+from pipeline.reward.worker import RewardCall
 
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
 
@@ -120,7 +120,7 @@ class Reward:
             parts = [[row] for row in inputs]
             if function.batch:
                 parts = [inputs] if inputs else []
-            calls += [Call(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
+            calls += [RewardCall(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
         for call, answers in zip(calls, pool_for(self.config).run(calls) if calls else [], strict=True):
             by_function[call.function.name] += answers
         return {name: _spread(answers, called) for name, answers in by_function.items()}
@@ -213,8 +213,7 @@ def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
 
 
 def _bounded(score: float, parts: str) -> Answer:
-    """Return the answer with this score, or an error if weights and penalties have moved it out of the column's
-    range."""
+    """Return the answer with this score, or an error if the score does not fit into a float32."""
     if not abs(score) <= FLOAT32_MAX:
         return 0.0, "{}", f"ValueError: weights, scale and penalties make a score of {score}, not a finite float32"
     return score, parts, None

@@ -43,7 +43,7 @@ PROGRAM = (
 
 
 @dataclass(eq=False)
-class Call:
+class RewardCall:
     """One call of a function: for one row, or for all rows of a chunk if the function takes batches."""
 
     function: Function
@@ -70,7 +70,7 @@ class Call:
 
 
 class WorkerLost(Exception):
-    """A worker has ended, or must be ended; the message becomes the error of its unanswered rows."""
+    """Error of a worker that has ended or must be ended. The message becomes the error of its unanswered rows."""
 
     def __init__(self, message: str, exhausted: bool = False) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class RewardWorker:
     def __init__(self, config: RewardConfig) -> None:
         self.loading = True
         self.asynchronous: list[str] = []  # names of the `async def` functions; known once it has loaded them
-        self.calls: dict[int, Call] = {}  # calls that it has not answered, by their ids, in order
+        self.calls: dict[int, RewardCall] = {}  # calls that it has not answered, by their ids, in order
         self.began_at = time.monotonic()  # when it was started, or last given calls
         self.given = 0  # how many it was given then
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
@@ -108,7 +108,7 @@ class RewardWorker:
         with suppress(WorkerLost):
             self._send(config)
 
-    def begin(self, calls: dict[int, Call]) -> None:
+    def begin(self, calls: dict[int, RewardCall]) -> None:
         """Hand over calls with their ids.
 
         Raises:
@@ -123,7 +123,7 @@ class RewardWorker:
         except OSError:
             raise self.lost() from None
 
-    def receive(self) -> Iterator[tuple[Call, list[Answer]]]:
+    def receive(self) -> Iterator[tuple[RewardCall, list[Answer]]]:
         """Yield the calls answered since the last look, with their answers; they no longer belong to the worker.
 
         Raises:

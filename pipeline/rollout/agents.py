@@ -1,27 +1,27 @@
-"""An engine's agent: its settings, the processes of its episodes, and its language."""
+"""An engine's agent: its settings, the processes of its episodes, and its chat format."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.bridge import Bridge
-from pipeline.agent.calls import Reader
-from pipeline.agent.commanded import Command
-from pipeline.agent.endpoint import SAMPLED, Endpoint
-from pipeline.agent.episode import Opened
-from pipeline.agent.hosts import Hosts
-from pipeline.agent.language import Language
+from pipeline.agent.endpoint.server import SAMPLED, Endpoint
+from pipeline.agent.player import Player
 from pipeline.agent.processes import Processes
+from pipeline.agent.program import ClientPlayer, ProgramPlayer
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.agent.session import Session
-from pipeline.agent.world import World
-from pipeline.agent.zygote import Loaded
+from pipeline.agent.tokens.bridge import Bridge
+from pipeline.agent.tokens.calls import AnswerParser
+from pipeline.agent.tokens.chat_format import ChatFormat
+from pipeline.agent.turns import TurnsPlayer
+from pipeline.agent.zygote import LoadedCode
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.sampling import Sampling
 
 if TYPE_CHECKING:
-    from pipeline.agent.hosted import Hosted
+    from pipeline.agent.ray_client import RemoteProcesses
 
-NOTHING = Loaded([], {}, environment=False, closes=False, forks=False)
+NOTHING = LoadedCode([], {}, environment=False, closes=False, forks=False)
 """The code of an agent whose episodes are single answers: none."""
 
 
@@ -51,14 +51,14 @@ class Agent:
         self._data, self._tokenizer, self._endpoint = data, tokenizer, endpoint
         self._processes = processes(name, config, hosts)
         self._starting = asyncio.Lock()
-        self._language: Language | None = None
+        self._chat_format: ChatFormat | None = None
 
-    async def load(self) -> Loaded:
+    async def load(self) -> LoadedCode:
         """Load environment and tools, unless it is done.
 
         Raises:
             ValueError: they do not load.
-            TimeoutError: too few hosts have started (`Hosted.start`).
+            TimeoutError: too few hosts have started (`RemoteProcesses.start`).
         """
         if self.config.plays:
             self.loaded = await self._processes.start()
@@ -69,74 +69,74 @@ class Agent:
     def _check_client(self) -> None:
         """Refuse places from which a client cannot ask: the endpoint is at 127.0.0.1 of the engine's node."""
         config = self.config
-        what = f"agent.program={config.program} asks by a client of its own, at an address of the engine's own node"
+        what = f"agent.program={config.program} uses its own client, which needs an address on the engine's node"
         if config.hosts:
             raise ValueError(f"{what}; leave agent.hosts out, or write async def run(row, chat)")
         if config.isolation != "none":
             raise ValueError(f"{what}, and agent.isolation leaves it without a network; set agent.isolation=none")
 
-    async def start(self) -> Language:
+    async def start(self) -> ChatFormat:
         """Load environment and tools, and prove that the tokenizer can continue conversations, unless it is done.
 
         Raises:
             ValueError: one of them cannot be done.
         """
         async with self._starting:
-            if self._language is None:
+            if self._chat_format is None:
                 loaded = await self.load()
                 if self.config.command or loaded.client:
                     await self._endpoint.start()
-                self._language = await asyncio.to_thread(
-                    language, self.config, self._data, self._tokenizer, loaded.tools
+                self._chat_format = await asyncio.to_thread(
+                    chat_format, self.config, self._data, self._tokenizer, loaded.tools
                 )
-            return self._language
+            return self._chat_format
 
-    async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Opened:
-        """Begin an episode; see `Processes.open` and `Hosted.open`."""
+    async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Player:
+        """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`."""
         config = self.config
         if not config.plays:
-            return None, World(config, None, {}, environment=False)
-        session = await self._processes.open(row, seed, config.open_timeout_s)
+            return TurnsPlayer(config, None, {}, environment=False)
+        session = await self._processes.open(row, seed, config.reset_timeout_s)
         if config.command or self.loaded.client:
             # Requests go to an address of this node (`AgentConfig.problems`, `_check_client`).
             assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
-            return Command(session, self._endpoint, chosen, longest), None
+            return ClientPlayer(session, self._endpoint, chosen, longest)
         if config.program is not None:
-            return session, None
-        return session, World(config, session, self.loaded.timeouts, config.environment is not None)
+            return ProgramPlayer(session)
+        return TurnsPlayer(config, session, self.loaded.timeouts, config.environment is not None)
 
     async def close(self) -> None:
         """End the processes of environment, tools and programs."""
         await self._processes.close()
 
 
-def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | Hosted":
+def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | RemoteProcesses":
     """Return the processes of an agent's episodes, on this node or, if there are any, on `hosts`."""
     if not hosts.actors:
         return Processes(config)
     # Imports Ray, which a dry run does without.
-    from pipeline.agent.hosted import Hosted
+    from pipeline.agent.ray_client import RemoteProcesses
 
-    return Hosted(name, config, hosts)
+    return RemoteProcesses(name, config, hosts)
 
 
-def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:
-    """Build the language in which this tokenizer continues conversations with these tools.
+def chat_format(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> ChatFormat:
+    """Build the chat format in which this tokenizer continues conversations with these tools.
 
     Raises:
         ValueError: its chat template cannot continue them, or no parser reads its tool calls.
     """
 
-    def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, Reader]:
+    def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, AnswerParser]:
         roles = {config.observation_role} if config.environment is not None else set()
         if tools or config.driven:
             roles |= {"user"}
         if tools:
             roles |= {"tool"}
         bridge = Bridge.prove(tokenizer, data.apply_chat_template_kwargs, roles, tools)
-        return bridge, Reader.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
+        return bridge, AnswerParser.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
 
     bridge, reader = prove(tools)
-    return Language(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)
+    return ChatFormat(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.agent import Call
-from pipeline.agent.calls import example
 from pipeline.agent.conversation import Ask
 from pipeline.agent.episode import Episode
+from pipeline.agent.inside.interface import Call
+from pipeline.agent.tokens.calls import example
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
 from pipeline.generation import Generation
@@ -58,7 +58,7 @@ async def _try(config: Config, tokenizer: Any, prompts: pa.Table, calls: bool) -
         try:
             found = await _lines(config, rehearsal, tokenizer, own, calls)
         except ValueError as error:
-            raise ValueError(config.agent.spelled(str(error), name)) from None
+            raise ValueError(f"the agent {name}: {error}" if name else str(error)) from None
         finally:
             await rehearsal.close()
         lines += [(f"{what} of {name}" if name else what, text) for what, text in found]
@@ -90,7 +90,7 @@ class Rehearsal(Episodes):
         # The second answer shows that the conversation goes on. An episode that is late has failed.
         turns = own.max_turns if own.driven else min(2, own.max_turns)
         engine: Any = None
-        agents = {name: replace(own, late="error", max_turns=turns)}
+        agents = {name: replace(own, on_timeout="error", max_turns=turns)}
         super().__init__(agents, config.data, tokenizer, engine, config.trainer.seed, seed_requests=False)
         self._agent, self._most = self._agents[name], own.max_turns
         self._sampling = Sampling.of(config.rollout, config.data.max_response_length, "train")
@@ -113,8 +113,8 @@ class Rehearsal(Episodes):
             raise ValueError("agent.parser=none with tools: no call would be found; leave the parser at auto")
         if tools and stop:
             raise ValueError(f"rollout.stop={stop} with tools: a text could end an answer inside a call; leave it out")
-        language = await self._agent.start()
-        self.bridge, self.reader = language.bridge, language.reader
+        chat_format = await self._agent.start()
+        self.bridge, self.reader = chat_format.bridge, chat_format.reader
         return tools
 
     def summary(self) -> str:
@@ -131,8 +131,8 @@ class Rehearsal(Episodes):
             advice = ". A model may write anything, and must not make them raise" if episodes[0].turns else ""
             raise ValueError(
                 f"the episode fails for each of the first {len(prompts)} prompts, with the made-up answer {ANSWER!r}: "
-                f"{episodes[0].error}; nothing could be learnt from such rows. Check agent.environment, agent.tools, "
-                f"agent.program, agent.command{advice}"
+                f"{episodes[0].error}; such rows teach nothing. Check agent.environment, agent.tools, agent.program, "
+                f"agent.command{advice}"
             )
         return episodes
 
@@ -142,7 +142,7 @@ class Rehearsal(Episodes):
         self._answer = self.bridge.answer("", [Call("call00000", name, arguments)])
         [episode] = await self._run(prompt)
         if episode.error:
-            shown = f"the row would be an error: {episode.error}; raise ToolError for what the model has to mend"
+            shown = f"the row would be an error: {episode.error}; raise ToolError for errors that the model can correct"
         else:
             shown = next((repr(m["content"]) for m in episode.messages if m["role"] == "tool"), "no reply")
         return f"made-up call of {name}", f"{arguments} -> {_short(shown)}"

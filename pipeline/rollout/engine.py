@@ -21,12 +21,12 @@ from typing import Any
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread ended with an error; nothing more can be generated with it."""
+    """Error of an engine whose thread has failed. It cannot generate any more."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """The right to whole episodes of one version; `granted` belongs to the loop's thread."""
+    """Right to generate whole episodes with one policy version. Only the loop's thread sets `granted`."""
 
     one_version: bool
     """True if no `update` may run while the lease is held."""
@@ -40,7 +40,7 @@ class _Command:
     when_idle: bool = False
     updates: bool = False
     lease: Lease | None = None
-    """The command runs ahead of waiting ones once this lease is granted."""
+    """Lease of the command. Once it is granted, the command runs before waiting ones."""
     future: Future = field(default_factory=Future)
 
 

@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.agent import episode
-from pipeline.agent.context import joined
 from pipeline.agent.conversation import Ask
-from pipeline.agent.endpoint import Endpoint
+from pipeline.agent.endpoint.server import Endpoint
 from pipeline.agent.episode import Episode
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.tokens.context import joined
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.generation import Generation

@@ -1,4 +1,4 @@
-"""Engines that get only adapters (`model.lora.publish=adapter`): the base comes from the disk, once.
+"""Engines that get only adapters (`model.lora.weight_sync=adapter`): the base comes from the disk, once.
 
 vLLM takes an adapter as a folder. All versions have the same id and are loaded in place, so an update in flight also
 reaches requests that are running, between two of their tokens. Prompts of each version have a salt of their own, which
@@ -19,7 +19,7 @@ from pipeline.weights.load import Shard, fetch, parameters
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes for which vLLM reserves memory."""
 NAME, ID = "policy", 1
-REMEDY = "set model.lora.publish=merged, or other model.lora.target_modules"
+REMEDY = "set model.lora.weight_sync=merged, or other model.lora.target_modules"
 
 
 def engine_args(config: LoraConfig) -> dict[str, Any]:
@@ -59,11 +59,13 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
             # Without `load_inplace` the engine would go on with the adapter that it has under this id.
             engine.add_lora(LoRARequest(NAME, ID, folder, load_inplace=True))
         except ValueError as error:
-            raise FinalError(f"the engine cannot use the adapter alone: {short_reason(error)}; {REMEDY}") from error
+            raise FinalError(
+                f"the engine cannot use the adapter without the base: {short_reason(error)}; {REMEDY}"
+            ) from error
     if lost := sorted(set().union(*engine.collective_rpc(unread))):
         raise FinalError(
-            f"the engine cannot use the adapter alone: it has no place for the adapters of {len(lost)} layers, the "
-            f"first {lost[0]}; {REMEDY}"
+            f"the engine cannot use the adapter without the base: it has no place for the adapters of {len(lost)} "
+            f"layers, the first {lost[0]}; {REMEDY}"
         )
 
 

@@ -3,8 +3,8 @@
 The stage requests admission from the policy store, loads the admitted version, and then generates. It is asynchronous,
 so one engine works on many chunks concurrently, in one batch.
 
-- With `rollout.update=in_flight` the first chunk that is admitted to a newer version loads it while older chunks run;
-  their responses continue with the new weights. The column `version_runs` names the version of each token.
+- With `rollout.weight_update=in_flight` the first chunk that is admitted to a newer version loads it while older chunks
+  run; their responses continue with the new weights. The column `version_runs` names the version of each token.
 - With `rollout.sleep` an engine holds GPU memory only while it has chunks, and sleeps before it returns the last one.
   The trainer computes once it has all chunks, so no engine is awake then.
 - If the advantage estimator reads baselines (ReMax), each training prompt has one more response, a greedy one. Its row
@@ -30,7 +30,7 @@ import ray
 
 from pipeline import rows
 from pipeline.agent.episode import Episode
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -71,7 +71,7 @@ class Rollout:
     """One engine of the pool.
 
     Args:
-        data, model, rollout, agent, trainer: these sections.
+        data, model, rollout, agent, trainer: sections of the settings.
         greedy: whether each training prompt has one more response, a greedy one.
         policy: admits chunks and hands out weights.
         hosts: run the processes of episodes; if there are none, the engine's node runs them.
@@ -289,7 +289,7 @@ class Rollout:
         rollout, args = self._rollout, (ticket.shards, self._deadlines.publish, ticket.version)
         if self._asleep:
             return self.engine.call(lambda engine: vllm.wake(engine, *args), when_idle=True)
-        if rollout.update == "in_flight":
+        if rollout.weight_update == "in_flight":
             recompute = rollout.update_kv == "recompute"
             return self.engine.update(lambda engine: vllm.update(engine, *args, recompute))
         return self.engine.call(lambda engine: vllm.load(engine, *args), when_idle=True)

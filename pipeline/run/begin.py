@@ -41,19 +41,19 @@ def join(address: str, options: dict[str, Any]) -> None:
             # Ray looks for the token before it connects.
             _reach(_place(address))
         late = (
-            f"{named}: nothing there has let this driver in for {JOIN_S:.0f} s; give the address of the head's GCS, "
+            f"{named}: no answer to this driver for {JOIN_S:.0f} s; give the address of the head's GCS, "
             f"such as HEAD:6379, on a machine that is a node of the cluster (`ray status` lists them), or {ALONE}"
         )
         with apart.apart(), _deadline(JOIN_S, late):
             ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
-            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and have the token of the cluster in "
+            f"Ray at {address} needs a token: set RAY_AUTH_MODE=token, and have the token of the cluster in "
             f"~/.ray/auth_token or RAY_AUTH_TOKEN ({str(error).split('. ')[0]})"
         ) from error
     except (OSError, ValueError) as error:
         reason = _line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        raise ValueError(f"{named}: no cluster can be joined there ({reason}); start its head, or {ALONE}") from error
+        raise ValueError(f"{named}: no cluster answers there ({reason}); start its head, or {ALONE}") from error
     except (RuntimeError, ray.exceptions.RayError) as error:
         raise NotStarted(f"{named}: the cluster refuses this driver: {_line(error)}; or {ALONE}") from error
 

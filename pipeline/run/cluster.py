@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from pipeline.run.begin import join, start_here
@@ -38,6 +39,16 @@ LOCAL_RAY = {
 """Environment of a Ray that is started on this machine."""
 
 
+class Job(JobConfig):
+    """The settings of a Ray job whose workers do not look into the current folder first, as Ray's own would.
+
+    `PYTHONPATH` has the current folder (`environment`), after Slipstream's.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
 def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
     """Join or start Ray; returns False if this process was using Ray already.
 
@@ -58,9 +69,12 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
+        "job_config": Job(),
     }
     if address := joined():
         check_address()
+        # Ray puts an uploaded working directory before `PYTHONPATH`.
+        options["runtime_env"]["worker_process_setup_hook"] = "slipstream.own_first"
         # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         join(address, options)
@@ -78,12 +92,15 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
 
 
 def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` of absolute folders."""
+    """Return the variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` of absolute folders.
+
+    Slipstream's source is the first of them, and the current folder the last.
+    """
     env = ENV | {name: str(value) for name, value in env_vars.items()}
     # The workers run this source tree too, installed or not.
     root = str(Path(__file__).resolve().parents[2])
     folders = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
-    paths = [root, *(os.path.abspath(os.path.expanduser(folder)) for folder in folders if folder)]
+    paths = [root, *(os.path.abspath(os.path.expanduser(folder)) for folder in folders if folder), os.getcwd()]
     return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 

@@ -23,7 +23,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import stream
-from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
+from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
@@ -71,7 +71,7 @@ def what_remains(place: str) -> str:
     except (OSError, ValueError) as error:
         return f"Which checkpoint remains cannot be read ({error}); the same command continues from the newest one"
     if saved is None:
-        return "There is no checkpoint; the same command begins again"
+        return "No checkpoint was saved; the same command begins again"
     return f"The newest checkpoint is {saved.place}; the same command continues from it"
 
 

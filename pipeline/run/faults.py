@@ -35,7 +35,7 @@ DEATH = SECONDARY | {
 
 
 class RunEnded(RuntimeError):
-    """Ends the run without a restart; the message is the reason that the user reads."""
+    """Error that ends the run without a restart. The message is the reason that the user reads."""
 
 
 class Restarts(UserCallback):
@@ -146,6 +146,8 @@ def sentence(error: BaseException) -> str:
         if name.split(".")[-1].endswith(ENDINGS) and not name.startswith("ray.")
     ]
     name, message = (
-        raised[-1] if raised else (type(error).__name__, (str(error).strip().splitlines() or ["it says no more"])[-1])
+        raised[-1]
+        if raised
+        else (type(error).__name__, (str(error).strip().splitlines() or ["no further message"])[-1])
     )
     return f"{name}: {message}"

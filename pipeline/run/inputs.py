@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from pipeline.agent import verl
-from pipeline.agent.remote import MCP, OPENENV
+from pipeline.agent.inside import verl
+from pipeline.agent.inside.remote import MCP, OPENENV
 from pipeline.config import Config, to_flat
 from pipeline.config.agent import AgentConfig
 from pipeline.config.schema import value_of

@@ -15,7 +15,7 @@ from pathlib import Path
 
 OWN = Path(__file__).resolve().parents[2]
 """Folder of Slipstream's source."""
-OWN_PACKAGES = ("pipeline", "jobs")
+OWN_PACKAGES = ("pipeline", "jobs", "configs")
 EXTENSIONS = (".so", ".pyd")
 
 

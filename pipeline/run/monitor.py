@@ -63,7 +63,7 @@ class _Validation:
     parts: dict[str, ValidationScored] = field(default_factory=dict)
     """Results by the first prompt of each: a task that Ray repeats reports its prompts again."""
     metrics: dict[str, float] | None = None
-    """None until all responses are scored."""
+    """Metrics of the validation; None until all responses are scored."""
 
 
 @dataclass

@@ -18,8 +18,8 @@ from pipeline.storage.checkpoints import Saved
 from pipeline.storage.fingerprints import Fingerprints, load
 
 UNKNOWN = (
-    "{place} was begun by a version that kept no fingerprints, so whether model, prompts and code are those that it "
-    "began with is not known; they are kept from now on"
+    "{place} was begun by a version without fingerprints, so changes of model, prompts and code since then are not "
+    "known; fingerprints are kept from now on"
 )
 
 
@@ -60,7 +60,7 @@ def origin(run_dir: Path, config: Config) -> Origin:
         made.policy = resume.given_policy(config, made.notes.append)
     elif config.trainer.resume not in NO_PATH:
         made.notes.append(
-            f"trainer.resume={config.trainer.resume} is not read: the run goes on from a checkpoint of its own, behind "
+            f"trainer.resume={config.trainer.resume} is ignored: the run continues from its own checkpoint, after "
             f"iteration {made.own.iteration}; choose another trainer.experiment_name to begin a new run"
         )
     if made.own is not None:
@@ -115,7 +115,7 @@ def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
     if changes["prompts"].keys() & {"data.train_files"}:
         cursor = own.progress["cursor"]
         made.notes.append(
-            f"the place in the prompts is kept: epoch {cursor.get('epoch', 0)}, behind prompt {cursor.get('offset', 0)}"
+            f"the place in the prompts is kept: epoch {cursor.get('epoch', 0)}, after prompt {cursor.get('offset', 0)}"
         )
     found = {setting: text for kind in FILES for setting, text in changes[kind].items()}
     made.kept = known.continued(now, own.iteration, found)

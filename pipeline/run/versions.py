@@ -25,7 +25,7 @@ REMEDY = "install the tested set with `make setup`"
 
 
 class VersionError(RuntimeError):
-    """A package is missing or has a version this code was not tested with."""
+    """Error of a package that is missing or has an untested version."""
 
 
 def check_versions() -> dict[str, str]:
@@ -36,7 +36,7 @@ def check_versions() -> dict[str, str]:
     """
     python = ".".join(str(part) for part in sys.version_info[:3])
     if Version(python) not in SpecifierSet(PYTHON):
-        raise VersionError(f"Python {python} was found where {PYTHON} is needed; {REMEDY} and PYTHON=python3.11")
+        raise VersionError(f"Python {python} was found, but {PYTHON} is needed; {REMEDY} and PYTHON=python3.11")
     found = {"python": python}
     for names, wanted in TESTED.items():
         installed = {name: version for name in names if (version := _version(name))}
@@ -44,7 +44,7 @@ def check_versions() -> dict[str, str]:
             raise VersionError(f"{' or '.join(names)} is not installed, {wanted} is needed; {REMEDY}")
         for name, version in installed.items():
             if Version(version).public not in SpecifierSet(wanted):
-                raise VersionError(f"{name} {version} was found where {wanted} is needed; {REMEDY}")
+                raise VersionError(f"{name} {version} was found, but {wanted} is needed; {REMEDY}")
         found |= installed
     return found
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.agent.forms import for_template, prompt_length, split
+from pipeline.agent.inside.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig

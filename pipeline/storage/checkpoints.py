@@ -51,7 +51,7 @@ def complete_name(rank: int) -> str:
 
 
 class Damaged(ValueError):
-    """A checkpoint is not as it was written. The message names it and the file.
+    """Error of a checkpoint that differs from what was written. The message names the checkpoint and the file.
 
     Args:
         place: folder or URL of the checkpoint.
@@ -159,8 +159,8 @@ def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Save
 def none_is_whole(problems: list[Damaged]) -> str:
     """Format the error message for a run whose checkpoints are all damaged, with these `problems`."""
     return (
-        f"{'; '.join(map(str, problems))}. There is no whole one before; put back the files, or delete what is damaged "
-        "to begin again"
+        f"{'; '.join(map(str, problems))}. No earlier checkpoint is complete; put back the files, or delete the "
+        "damaged checkpoint to begin again"
     )
 
 
@@ -177,7 +177,7 @@ def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
     found = read(place) or newest(place, say)
     if found is None:
         raise ValueError(
-            f"{place} holds no whole checkpoint; give the folder of one (runs/NAME/{FOLDER}/iteration_NNNNNN) or of a "
+            f"{place} has no complete checkpoint; give the folder of one (runs/NAME/{FOLDER}/iteration_NNNNNN) or of a "
             "run that has one. A saved model is the model.path of a new run"
         )
     return found

@@ -4,7 +4,7 @@ import os
 from glob import glob
 from typing import Any
 
-from pipeline.agent.remote import MCP
+from pipeline.agent.inside.remote import MCP
 from pipeline.imports import split
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Owned(ValueError):
-    """A folder has another owner. The message names it, and a remedy."""
+    """Error of a folder that has another owner. The message names the owner and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Owner:
 
     host: str
     machine: str
-    """Boot and process namespace of the process number; empty if the system does not show them."""
+    """Boot and process namespace in which `pid` is valid; empty if the system does not show them."""
     pid: int
     started: str
-    """Start of the process, in ticks since the boot: a later process may have the same number."""
+    """Start of the process, in ticks since the boot: a later process may get the same number."""
     since: str
     token: str
     beat: int = 0
 
     @classmethod
     def here(cls) -> "Owner":
-        """Return this process."""
+        """Return the owner for this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "", since, uuid.uuid4().hex)
 
@@ -77,7 +77,7 @@ class Owner:
         return None
 
     def alive(self) -> bool | None:
-        """Return whether the process lives; None if this cannot be seen from here."""
+        """Return True if the process lives; None if this machine cannot see it."""
         here = (socket.gethostname(), _machine())
         if not self.machine or not self.started or (self.host, self.machine) != here:
             return None
@@ -89,11 +89,11 @@ class Owner:
 
 
 class Lock:
-    """The file that makes this process the owner of something.
+    """File that makes this process the owner of a folder.
 
     Args:
         place: path or URL of the file.
-        what: name of the owned thing in sentences, such as "the run in runs/a".
+        what: name of the owned folder in sentences, such as "the run in runs/a".
     """
 
     def __init__(self, place: str, what: str):
@@ -104,7 +104,7 @@ class Lock:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.lost: str | None = None
-        """The reason why this process is not the owner any more."""
+        """Reason why this process lost the ownership; None while it has it."""
 
     def acquire(self, say: Callable[[str], None]) -> None:
         """Become the owner; `say` takes a sentence if this needs a wait.

@@ -24,7 +24,7 @@ CONFIG_FILE = "config.yaml"
 BASES = ("model.path", "critic.path")
 """Settings that name the models to which a checkpoint's tensors belong."""
 OF_THE_WEIGHTS = ("model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""Further settings that define these tensors."""
+"""Other settings that define a checkpoint's tensors."""
 
 _SECTIONS = {
     "data": "val_files val_max_samples max_bad_rows",
@@ -37,7 +37,7 @@ _SECTIONS = {
         ("scoring.reward_model", "scoring.reference", "scoring.value", "scoring.policy"),
         "num_workers num_cpus num_gpus num_threads max_token_len",
     ),
-    "scoring": "reference.where reference.offload",
+    "scoring": "reference.placement reference.offload",
     "trainer": "project_name experiment_name default_local_dir total_epochs total_training_steps cpus_per_worker "
     "num_threads ray_num_cpus object_store_gb val_before_train test_freq save_freq max_ckpt_to_keep best_metric "
     "best_metric_mode num_workers use_gpu gpus_per_worker resume accept_changed max_failures max_log_prob_gap "
@@ -52,7 +52,8 @@ def check_writable(run_dir: Path) -> None:
     """Raise ConfigError if the run's folder `run_dir` cannot be made or written."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(
-            f"{run_dir} is a file where the run's folder should be; choose another trainer.experiment_name or move it"
+            f"{run_dir} is a file, but the run needs a folder of this name; choose another trainer.experiment_name or "
+            "move it"
         )
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not place.is_dir():
@@ -85,8 +86,8 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
         stored = load_yaml(run_dir / CONFIG_FILE, Config)
     except ConfigError as error:
         raise ConfigError(
-            f"the run in {run_dir} cannot be continued by this version: {error}; if {CONFIG_FILE} is damaged, "
-            f"copy that of a checkpoint; or {remedies}"
+            f"the run in {run_dir} cannot be continued by this version: {error}; if {CONFIG_FILE} is damaged, copy the "
+            f"one in a checkpoint; or {remedies}"
         ) from error
     changed = other_settings(stored, config, load(str(run_dir)))
     if changed:

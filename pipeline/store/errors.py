@@ -2,8 +2,9 @@
 
 
 class StaleAttempt(RuntimeError):
-    """The train workers have restarted since this caller's stream was built."""
+    """Error of a caller whose stream was built before the train workers restarted."""
 
 
 class StoreTimeout(TimeoutError):
-    """The policy store did not answer, or a wait inside it passed its deadline. The message names what was missing."""
+    """Error of a policy store that did not answer, or of a wait inside it that passed its deadline. The message names
+    the missing event."""

@@ -9,21 +9,21 @@ from pipeline.stats import Stats
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """The train workers are about to be restarted."""
+    """Event: the train workers are about to be restarted."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class AttemptBegun:
-    """The train workers have loaded `version` and start."""
+    """Event: the train workers have loaded `version` and start."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class PromptsMade:
-    """The prompts of an iteration are known."""
+    """Event: the prompts of an iteration are known."""
 
     iteration: int
     metrics: dict[str, float]
@@ -31,7 +31,7 @@ class PromptsMade:
 
 @dataclass(frozen=True)
 class VersionLoaded:
-    """An engine has loaded a policy version."""
+    """Event: an engine has loaded a policy version."""
 
     version: int
     engine: str
@@ -41,12 +41,12 @@ class VersionLoaded:
     idle_s: float
     """Seconds without an admitted chunk since the engine's previous event."""
     busy_s: float
-    """Seconds with an admitted chunk since then."""
+    """Seconds with an admitted chunk since the engine's previous event."""
 
 
 @dataclass(frozen=True)
 class IterationTrained:
-    """An iteration has been trained."""
+    """Event: an iteration has been trained."""
 
     iteration: int
     metrics: dict[str, float]
@@ -54,7 +54,7 @@ class IterationTrained:
 
 @dataclass(frozen=True)
 class ValidationAnnounced:
-    """A policy version is to be validated on `prompts` prompts."""
+    """Event: a policy version will be validated on `prompts` prompts."""
 
     version: int
     prompts: int
@@ -62,7 +62,7 @@ class ValidationAnnounced:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The numbers of one validation prompt, one entry per response whose reward did not fail."""
+    """Scores of one validation prompt, one entry per response whose reward did not fail."""
 
     data_source: str
     uid: str
@@ -77,7 +77,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class ValidationScored:
-    """The rows of some validation prompts are scored and on disk."""
+    """Event: the rows of some validation prompts are scored and on disk."""
 
     version: int
     prompts: list[PromptScores]
@@ -88,14 +88,15 @@ class ValidationScored:
 
 @dataclass(frozen=True)
 class CheckpointBegun:
-    """A checkpoint of `version` is about to be written; a run that resumes from it does not repeat earlier events."""
+    """Event: a checkpoint of `version` will now be written. A run that resumes from it does not repeat earlier
+    events."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A rank's part of a checkpoint has been copied to the run's storage."""
+    """Event: a rank's part of a checkpoint has been copied to the run's storage."""
 
     version: int
     rank: int
@@ -104,14 +105,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A message for the user: a failure that is tried again, or a finding of the run."""
+    """Event: a message for the user, on a failure that is retried or a finding of the run."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TrainingEnded:
-    """Training ended with `version`."""
+    """Event: training ended with `version`."""
 
     version: int
     stopped: bool
@@ -120,7 +121,7 @@ class TrainingEnded:
 
 @dataclass(frozen=True)
 class Noted:
-    """A choice for a model. Several processes, and restarted ones, may post the same text."""
+    """Event: a decision about a model. Several processes, and restarted ones, may post the same text."""
 
     text: str
 

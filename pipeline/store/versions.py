@@ -35,7 +35,7 @@ class Published:
     validates: bool = False
     """True if the version stays current until it has been validated."""
     shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
-    """By model and rank."""
+    """Published parts by model and rank."""
     checksum: int = 0
     """Checksum of the policy's weights."""
     stepped_at: float = 0.0

@@ -217,7 +217,7 @@ def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
         encoder.encode(rows, [f"{group.file.key}: {group.file.place(group.number, row)}" for row in range(len(rows))])
         unread = [name for name in group.file.columns if name not in encoder.columns()]
         if unread:
-            yield f"{group.file.key}: {group.file.name} has columns that nothing reads: {', '.join(unread)}"
+            yield f"{group.file.key}: {group.file.name} has columns that are not read: {', '.join(unread)}"
     yield from encoder.omissions.notes
 
 

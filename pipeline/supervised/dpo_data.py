@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         *[column for side in SIDES for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
     ]
 )
-"""An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
+"""Tokens of a pair. In an answer's mask, 1 is a token of the assistant. A row that is left out has no tokens."""
 
 ROW = "row number"
 """Column that `whole` adds."""
@@ -103,8 +103,8 @@ class DPOEncoder(Encoder[DPODataConfig]):
         sides = {side: answer_messages(row[key], f"{place}, column {key!r}") for side, key in keys.items()}
         if sides[CHOSEN] == sides[REJECTED]:
             raise ValueError(
-                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} are equal, so the pair prefers nothing; "
-                "remove it."
+                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} are equal, so there is no preference; "
+                "remove the row."
             )
         if self.data.prompt_key in row:
             return self._prompt(row, place), {
@@ -119,8 +119,8 @@ class DPOEncoder(Encoder[DPODataConfig]):
             same -= 1
         if not same:
             raise ValueError(
-                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} have no prompt in common, behind which "
-                "the assistant answers; where the prompt has a column of its own, name it with data.prompt_key."
+                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} do not begin with the same prompt; if "
+                "the prompt has its own column, name it with data.prompt_key."
             )
         return chosen[:same], {CHOSEN: chosen[same:], REJECTED: rejected[same:]}
 
@@ -128,14 +128,14 @@ class DPOEncoder(Encoder[DPODataConfig]):
         key = str(self.data.prompt_key)
         place = f"{place}, column {key!r}"
         if row[key] is None or row[key] in ("", []):
-            raise ValueError(f"{place}: there is no prompt; remove the row, or give one.")
+            raise ValueError(f"{place}: the prompt is empty; remove the row, or give one.")
         return prompt_messages(row[key], place)
 
     def _behind_prompt(self, answer: Messages, place: str) -> Messages:
         first = answer[0]["role"]
         if first != "assistant":
             raise ValueError(
-                f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
+                f"{place}: the answer begins with a message of role {first!r}; if the column holds the whole "
                 "conversation, set data.prompt_key=null."
             )
         return answer
@@ -190,7 +190,7 @@ def answer_messages(value: Any, place: str) -> Messages:
         ValueError: it does not hold an answer.
     """
     if value is None or value in ("", []):
-        raise ValueError(f"{place}: there is no answer; remove the row, or give one.")
+        raise ValueError(f"{place}: the answer is empty; remove the row, or give one.")
     messages = cell_messages(value, "assistant", place)
     last = messages[-1]
     if last["role"] != "assistant":

@@ -143,7 +143,7 @@ class SupervisedLoop(ABC, Generic[C]):
             if table is None:
                 raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
             if len(table) != self.block_rows:
-                raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
+                raise RuntimeError(f"step {step} got {len(table)} rows instead of {self.block_rows}")
             metrics = {"step": step, "lr": float(self.optimizer.param_groups[0]["lr"]), **self.step(table)}
             tokens_seen += self.tokens(table)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)

@@ -25,7 +25,7 @@ from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
-"""A pair that is left out has no tokens."""
+"""Tokens and margin of a pair. A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
@@ -38,7 +38,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         if key := data.margin_key:
             kind = _column(schema, where, key, "margin_key")
             if not pa.types.is_integer(kind) and not pa.types.is_floating(kind):
-                raise ValueError(f"{where} has a column {key!r} of type {kind} where numbers are needed.")
+                raise ValueError(f"{where} has a column {key!r} of type {kind} instead of numbers.")
 
     def columns(self) -> list[str | None]:
         return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
@@ -73,12 +73,12 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                 raise ValueError(f"{place}: the last message is of role {last!r}, not the assistant's answer.")
             if prompt is None and first == "assistant":
                 raise ValueError(
-                    f"{place}: the conversation begins with the assistant; where the prompt has a column of its own, "
-                    "name it with data.prompt_key."
+                    f"{place}: the conversation begins with the assistant; if the prompt has its own column, name it "
+                    "with data.prompt_key."
                 )
             if prompt is not None and first in ("system", "user"):
                 raise ValueError(
-                    f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
+                    f"{place}: the answer begins with a message of role {first!r}; if the column holds the whole "
                     "conversation, set data.prompt_key=null."
                 )
             conversation = [*(prompt or ()), *messages]
@@ -109,12 +109,16 @@ def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
         kind = _column(schema, where, key, setting)
         if not may_be_messages(kind):
             raise ValueError(
-                f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+                f"{where} has a column {key!r} of type {kind} instead of a list of {{role, content}} or text."
             )
 
 
 def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataType:
-    """The type of a column."""
+    """Return the type of a column.
+
+    Raises:
+        ValueError: the column does not exist.
+    """
     if key not in schema.names:
         names = ", ".join(schema.names)
         raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
@@ -145,8 +149,8 @@ def prompt_messages(value: Any, place: str) -> Messages:
     messages = cell_messages(value, "user", place)
     if begun_answer(messages) is not None:
         raise ValueError(
-            f"{place}: the last message of the prompt is the assistant's, behind which the answers would stand in a "
-            "turn of their own; move it into the answers, or remove it."
+            f"{place}: the last message of the prompt is the assistant's, so the answers would be a second turn; move "
+            "it into the answers, or remove it."
         )
     return messages
 

@@ -42,9 +42,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             )
         kind = schema.field(key).type
         if not may_be_messages(kind):
-            raise ValueError(
-                f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
-            )
+            raise ValueError(f"{where} has a column {key!r} of type {kind} instead of a list of {{role, content}}.")
         for setting in ("tools_key", "enable_thinking_key"):
             key = getattr(data, setting)
             if key not in schema.names and key != getattr(SFTDataConfig, setting):
@@ -129,7 +127,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         if segments:
             last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
             if last + 1 < len(messages):
-                self.omissions.note("messages behind the last answer of a conversation are left out")
+                self.omissions.note("messages after the last answer of a conversation are left out")
             done = spellings.show(done)
             self.check_written(messages[: last + 1], done, place, **arguments)
             if tools := arguments.get("tools"):

@@ -12,7 +12,7 @@ TRAIN_IDLE = "perf/train_idle"
 MATTERS = 0.1
 """Share of the time from which waiting is worth a change."""
 WARMUP_ITERATIONS = 2
-"""First iterations, which are left out because engines and caches start in them."""
+"""Number of first iterations that are left out: engines and caches start in them."""
 
 
 def idle_shares(metrics: Mapping[str, float]) -> str:

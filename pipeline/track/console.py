@@ -162,7 +162,7 @@ class RunConsole:
                     file.write(text + "\n")
             except OSError as error:
                 log, self._log = self._log, None
-                self.notice(f"{log} cannot be written ({error.strerror or error}); lines are shown here alone")
+                self.notice(f"{log} cannot be written ({error.strerror or error}); lines are only shown here")
 
     def _line(self, now: float) -> str:
         """Format one iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""

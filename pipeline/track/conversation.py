@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.agent.forms import prompt_length, split
+from pipeline.agent.inside.forms import prompt_length, split
 from pipeline.conversations import answered
 from pipeline.rows import ANSWER, OBSERVATION
 
@@ -65,7 +65,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Trajectory:
     """One row, which may hold several conversations of a program."""
 
     prompt: list[dict[str, Any]]
@@ -75,7 +75,7 @@ class Conversation:
     turns: list[Turn]
 
 
-def conversation(row: Mapping[str, Any]) -> Conversation:
+def conversation(row: Mapping[str, Any]) -> Trajectory:
     """Build the conversation of a row of `trajectories/` or `validation/`, which holds the `COLUMNS` that its run
     has."""
     prompt = json.loads(row["prompt"])
@@ -117,7 +117,7 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
                 )
             )
         start = end
-    return Conversation(openings[0], prompts, turns)
+    return Trajectory(openings[0], prompts, turns)
 
 
 def content(message: Mapping[str, Any]) -> str:

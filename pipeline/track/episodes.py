@@ -35,7 +35,7 @@ def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
     ended = Counter(table["ended"].to_pylist())
     stats = {
         **summary(table["turns"].to_numpy(), "turns"),
-        **{f"ended/{why}": mean(ended[why], len(table)) for why in ENDED},
+        **{f"stop_reason/{why}": mean(ended[why], len(table)) for why in ENDED},
         "env_error_rate": mean(pc.sum(pc.is_valid(table["env_error"])).as_py(), len(table)),
         "trained_share": mean((mask > 0).sum(), len(mask)),
         **summary(lengths[spans.answer], "answer_tokens", ("mean", "max")),

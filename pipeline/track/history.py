@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -24,11 +25,15 @@ OWN_KEYS = ("iteration", "time", "elapsed_s")
 """Keys of every record other than its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
+RENAMED = {"timing_s": {"deal": "balance"}, "agent": {"ended": "stop_reason"}, "val-agent": {"ended": "stop_reason"}}
+"""Parts of the names of metrics that earlier versions have, by the part before them, to the current ones."""
 VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Read the lines of `metrics.jsonl` in order, without an unfinished last line; empty if the file does not exist.
+
+    Metrics that were renamed get their current names.
 
     Raises:
         ValueError: a line before the last is not a JSON object with an `iteration`.
@@ -47,9 +52,17 @@ def read_history(path: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line to go on") from error
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-            raise ValueError(f"{path}, line {number} is no object with an `iteration`; remove that line to go on")
-        records.append(record)
+            raise ValueError(
+                f"{path}, line {number} is not an object with an `iteration`; remove that line to continue"
+            )
+        records.append({_current(name): value for name, value in record.items()})
     return records
+
+
+@cache
+def _current(name: str) -> str:
+    first, *rest = name.split("/")
+    return "/".join([first, *(RENAMED.get(first, {}).get(part, part) for part in rest[:1]), *rest[1:]])
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:

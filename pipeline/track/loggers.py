@@ -19,7 +19,7 @@ PACKAGES = {
     "console": ("rich", "pip install rich"),
     "mlflow": ("mlflow", "pip install mlflow"),
     "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "tensorboard": ("tensorboard", "pip install 'slipstream-rl[tensorboard]'"),
 }
 
 
@@ -77,8 +77,8 @@ def check_loggers(names: Sequence[str]) -> None:
         if name not in PACKAGES:
             nearest = difflib.get_close_matches(str(name), PACKAGES, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"trainer.logger has {name!r}, which is no logger; did you mean {nearest!r}? "
-                f"There are {', '.join(PACKAGES)}."
+                f"trainer.logger has {name!r}, which is not a logger; did you mean {nearest!r}? There are "
+                f"{', '.join(PACKAGES)}."
             )
         package, command = PACKAGES[name]
         if importlib.util.find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""Metrics of rows and log-probs, under the names that PPO users know. `docs/metrics.md` explains each."""
+"""Metrics of rows and log-probs, under the names that PPO users know. `docs/monitoring.md` explains each."""
 
 import json
 import re

@@ -61,7 +61,7 @@ def maj_at_every_k(scores: Sequence[float], answers: Sequence[Hashable]) -> np.n
     """
     n = len(scores)
     if not 1 <= n <= MAX_RESPONSES:
-        raise ValueError(f"maj@k was asked for {n} responses to a prompt; it takes 1 to {MAX_RESPONSES}")
+        raise ValueError(f"maj@k got n={n} responses per prompt; it takes 1 to {MAX_RESPONSES}")
     votes = Counter(answers)
     total: dict[Hashable, float] = defaultdict(float)
     for score, answer in zip(scores, answers, strict=True):

@@ -85,7 +85,7 @@ class Rows:
             there = sorted({self.keys[number]["sample"] for number in numbers})
             numbers = [number for number in numbers if self.keys[number]["sample"] == choice.sample]
             if not numbers:
-                raise ValueError(f"{where} has no sample {choice.sample} there; there are {_listed(there)}")
+                raise ValueError(f"{where} has no sample {choice.sample} of it; there are {_listed(there)}")
         failed = [number for number in numbers if self.keys[number]["reward_error"] is not None]
         if choice.order == "failed":
             if not failed:

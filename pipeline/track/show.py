@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.track.conversation import Conversation, Turn, content, why_ended
+from pipeline.track.conversation import Trajectory, Turn, content, why_ended
 from pipeline.track.printable import printable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Page:
         if tokenizer is not None:
             self._controls = frozenset([*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder])
 
-    def show(self, row: Mapping[str, Any], talk: Conversation, title: str, place: str) -> None:
+    def show(self, row: Mapping[str, Any], talk: Trajectory, title: str, place: str) -> None:
         """Print a row.
 
         Args:
@@ -89,7 +89,7 @@ class Page:
         facts = "".join(f" · {word}" for word in about)
         self._print(Text.assemble((f"── {printable(name)}", f"bold {style}"), (facts, "dim")))
 
-    def _prompt(self, talk: Conversation, sequence: int) -> None:
+    def _prompt(self, talk: Trajectory, sequence: int) -> None:
         ids = talk.prompts[sequence]
         self._heading(f"prompt of sequence {sequence + 1}" if sequence else "prompt", _count(len(ids)))
         self._tokens(ids)
@@ -149,7 +149,7 @@ def _facts(turn: Turn) -> list[str]:
     return facts
 
 
-def _summary(row: Mapping[str, Any], talk: Conversation, answers: int) -> dict[str, str]:
+def _summary(row: Mapping[str, Any], talk: Trajectory, answers: int) -> dict[str, str]:
     own = sum(turn.tokens for turn in talk.turns if turn.answer)
     replies = sum(turn.tokens for turn in talk.turns) - own
     lines = {"score": f"{row['score']:g}"}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.forms import joined, tool_call
+from pipeline.agent.inside.forms import joined, tool_call
 from pipeline.track.conversation import Turn, content, conversation, why_ended
 
 if TYPE_CHECKING:

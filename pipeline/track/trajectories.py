@@ -113,7 +113,7 @@ def read_trajectories(
         run_dir: the run's folder or URL.
         iteration: number of the iteration; with `split="val"`, of the validated policy version.
         split: `train`, `val`, or `old_log_probs`.
-        columns: columns to read besides `iteration`; None reads all.
+        columns: columns to read, in addition to `iteration`; None reads all.
 
     Raises:
         ValueError: `split` is none of these, or the file system of a URL is unknown.

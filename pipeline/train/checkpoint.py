@@ -48,7 +48,7 @@ STANDING_S = 60.0
 
 
 class NotStored(RuntimeError):
-    """A checkpoint could not be stored; every rank raises this, and can still save the model elsewhere."""
+    """Error of a checkpoint that could not be stored. Every rank raises it, and can still save the model elsewhere."""
 
 
 class Saver:

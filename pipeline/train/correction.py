@@ -132,8 +132,8 @@ def _rules(names: str | None, thresholds: str | None) -> list[Rule]:
             near = get_close_matches(name, RULES, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"{_KEY}.rollout_rs={names} names {name!r}, which is no rejection rule.{hint} "
-                f"Known are {', '.join(RULES)}."
+                f"{_KEY}.rollout_rs={names} names {name!r}, which is not a rejection rule.{hint} Known are "
+                f"{', '.join(RULES)}."
             )
         if name in listed[:position]:
             raise ValueError(f"{_KEY}.rollout_rs={names} names {name!r} twice; one bound per rule is enough")

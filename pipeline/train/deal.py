@@ -1,7 +1,7 @@
-"""The deal of a mini-batch's rows to the ranks that train them.
+"""Deal of a mini-batch's rows to the ranks that train them.
 
-Ray Data deals chunks to the ranks in turn, whatever their rows cost, and every pass of a sharded model takes as long as
-it does on the slowest rank. So before they train, the ranks exchange rows:
+Ray Data gives chunks to the ranks in turn, regardless of the cost of their rows, and every pass of a sharded model
+takes as long as on the slowest rank. So the ranks exchange rows before they train:
 
 1. Units are sorted by their work. A unit is a row, or a whole group if samples share their prompt in a pass or are
    compared with each other.
@@ -74,20 +74,20 @@ def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deals the rows of a run's parts."""
+    """Deal of the rows of a run's parts."""
 
     device: torch.device
     """Device on which the process group communicates."""
     segments: int
-    """Equal stretches of a part's rows that must stay apart: its mini-batches, of the actor and of the critic."""
+    """Number of equal sections of a part whose rows must not mix: its mini-batches, of the actor and of the critic."""
     unit: int
-    """Rows that stay together."""
+    """Number of rows that stay together."""
     hidden_size: int
-    """The model's, for the share of attention in a row's work."""
+    """Hidden size of the model, which sets the share of attention in a row's work."""
     skips: bool
     """True if rows without advantage skip the actor's update."""
     idle: float
-    """Work of such a row, relative to the others."""
+    """Work of a row without advantage, relative to the others."""
     same_rows: int = 1
     """Number of neighbouring ranks that train the same rows, since they hold one model together."""
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RowsTimeout(TimeoutError):
-    """The next rows did not come within the deadline."""
+    """Error of rows that did not come within the deadline."""
 
 
 class TimedIterator:
@@ -110,9 +110,7 @@ class RowsFeed:
                 raise RuntimeError(f"the stream ended inside iteration {iteration}, after {number} chunks")
             iterations = set(rows["iteration"].to_pylist())
             if iterations != {iteration}:
-                raise RuntimeError(
-                    f"rows of iterations {sorted(iterations)} arrived where iteration {iteration} was expected"
-                )
+                raise RuntimeError(f"rows of iterations {sorted(iterations)} arrived instead of iteration {iteration}")
             tables.append(rows)
         return pa.concat_tables(tables)
 

@@ -253,7 +253,7 @@ class Loop:
                 self._shake_hands(self._greeting())
                 self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, self.feed.parts)
             tables.append(table)
-            with timed(timings, "deal"):
+            with timed(timings, "balance"):
                 dealt.append(self.deal(table))
             batch = TrainBatch.from_table(dealt[-1])
             for update in updates:

@@ -87,7 +87,10 @@ class ByParameterAdamW(torch.optim.AdamW):
 
 
 def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 numbers as bfloat16, rounded to the nearest, and the distance of their bits from it as int16."""
+    """Split float32 numbers, of any shape, into two halves of the same shape.
+
+    Returns bfloat16 numbers, rounded to the nearest, and int16 distances of the float32 bits from them.
+    """
     # Rounding up would make a zero of a NaN with other bits, such as a GPU's.
     bits = whole.masked_fill(whole.isnan(), torch.nan).view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -95,7 +98,7 @@ def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 numbers that `halves` split into these halves."""
+    """Join the bfloat16 and int16 halves of `halves` into float32 numbers of the same shape."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 

@@ -16,7 +16,7 @@ TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 class CollectiveTimeout(TimeoutError):
-    """Another train worker did not reach a collective operation in time."""
+    """Error of a collective operation that another train worker did not reach in time."""
 
 
 def is_collective_timeout(error: RuntimeError) -> bool:

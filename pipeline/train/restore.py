@@ -87,7 +87,9 @@ def restore(
     if policy is not None:
         with _opened(policy, patience, say) as (folder, problem):
             if folder is None:
-                raise FinalError(f"trainer.resume: {problem or f'{policy} is no whole checkpoint'}; name another one")
+                raise FinalError(
+                    f"trainer.resume: {problem or f'{policy} is not a complete checkpoint'}; name another one"
+                )
             _take_weights(folder, policy, learners)
     return TrainerState(0, PromptCursor(), False)
 

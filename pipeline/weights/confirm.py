@@ -48,7 +48,7 @@ def check(found: Sequence[Confirmation], family: str) -> None:
     lists = {
         "not published": set.union(*(worker.unsent for worker in found)),
         "published and not read by the engine": set.intersection(*(worker.unread for worker in found)),
-        "parameters of the engine that nothing is written to": set.union(*(worker.left for worker in found)),
+        "parameters of the engine that received no weights": set.union(*(worker.left for worker in found)),
     }
     if parts := [f"{_some(names)}: {what}" for what, names in lists.items() if names]:
         raise FinalError(

@@ -24,7 +24,7 @@ MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 """NIXL's name for the memory of each kind of device."""
 POLL_S = 0.001
 ALIGNED = 8
-"""Bytes of the largest number: a bucket begins at a multiple of them."""
+"""Alignment of buckets in bytes: the size of the largest number."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def nixl_agent() -> Any:
     except ImportError as error:
         raise ImportError(
             f"trainer.weight_transport=nixl needs the Python package nixl on every node, and it cannot be imported "
-            f"here ({error}): pip install nixl"
+            f"here ({error}): pip install 'slipstream-rl[nixl]'"
         ) from error
     return nixl_agent(f"weights-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
 
@@ -119,7 +119,7 @@ class PublishedMemory:
         except Exception as error:
             raise RuntimeError(
                 f"train rank {self._rank}: NIXL cannot register {data.nbytes} bytes of {data.device} for "
-                f"trainer.weight_transport=nixl ({error!r}); UCX_LOG_LEVEL=debug in trainer.env_vars says more"
+                f"trainer.weight_transport=nixl ({error!r}); set UCX_LOG_LEVEL=debug in trainer.env_vars to see more"
             ) from error
 
 

@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a policy version."""
+    """Part of a policy version that one rank holds."""
 
     rank: int
     pieces: list[Piece]
@@ -70,7 +70,8 @@ class Shard:
     checksums: list[int]
     """`crc` of each bucket."""
     adapter: Mapping[str, Any] | None = None
-    """Settings of the adapter (`pipeline/models/adapter.py`) that these tensors are; None: they are a whole model."""
+    """Settings of the adapter (`pipeline/models/adapter.py`) if the tensors are an adapter's; None for a whole
+    model."""
 
 
 def checksum(shards: Sequence[Shard]) -> int:

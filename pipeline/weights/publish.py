@@ -42,10 +42,10 @@ def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: b
 
 
 def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's part of a parameter and, for every dimension, the index of its first number.
+    """Return this rank's block of a parameter, and the index of its first number in every dimension.
 
-    If several ranks hold the same part (replicas, tensor-parallel ranks with the same norm), the first of them has
-    it and the others have no numbers. An unsharded parameter belongs to rank 0.
+    If several ranks have the same block (replicas, tensor-parallel ranks with the same norm), the first of them returns
+    it and the others return no numbers. An unsharded parameter belongs to rank 0.
 
     Raises:
         ValueError: the part is not a block of neighbouring numbers, or it is one of several summands.
@@ -58,10 +58,10 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
     for size, placement in zip(reversed(mesh.shape), reversed(placements), strict=True):
         if isinstance(placement, _StridedShard) and placement.split_factor != (later[placement.dim] or 1):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded as {placements}: a rank's part is no block "
-                "of neighbouring rows or columns, so its weights cannot be published. Tensor parallelism deals packed "
-                "projections (gate and up in one) like this; shard the experts instead (actor.parallel.expert) or set "
-                "actor.parallel.tensor=1"
+                f"a parameter of shape {tuple(parameter.shape)} is sharded as {placements}: a rank's part is not a "
+                "block of neighbouring rows or columns, so its weights cannot be published. Tensor parallelism splits "
+                "packed projections (gate and up in one) like this; shard the experts instead (actor.parallel.expert) "
+                "or set actor.parallel.tensor=1"
             )
         if isinstance(placement, _StridedShard | Sharded):
             later[placement.dim] = (later[placement.dim] or 1) * size
@@ -74,7 +74,7 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
     if shape != tuple(local.shape):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)}, sharded as {placements}, has a part of shape "
-            f"{tuple(local.shape)} where {shape} was expected; its weights cannot be published"
+            f"{tuple(local.shape)} instead of {shape}; its weights cannot be published"
         )
     replicated = [
         c for c, placement in zip(mesh.get_coordinate() or (), placements, strict=True) if placement.is_replicate()

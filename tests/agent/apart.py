@@ -9,7 +9,7 @@ from pipeline.agent import Environment, Observation
 
 
 class Told(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return beside.GREETING
 
     def step(self, message):

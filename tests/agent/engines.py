@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from pipeline.agent.hosted import Hosted
-from pipeline.agent.hosts import Hosts
+from pipeline.agent.ray_client import RemoteProcesses
+from pipeline.agent.ray_hosts import Hosts
 from pipeline.config.agent import AgentConfig
 
 
@@ -13,7 +13,7 @@ class Engine:
 
     async def open(self, config: AgentConfig, hosts: Hosts, row: dict[str, Any]) -> tuple[int, str]:
         """Its process id, and what the environment said."""
-        self.processes = Hosted(str(config), config, hosts)
+        self.processes = RemoteProcesses(str(config), config, hosts)
         await self.processes.start()
         self.session = await self.processes.open(row, 7, 30)
         return os.getpid(), str(self.session.opened)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.agent import Call
-from pipeline.agent.frames import MAX_REASON
+from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.config import Config
 from pipeline.rollout.vllm import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
@@ -45,7 +45,7 @@ def agents(name: str, dice: random.Random) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {
         "talks": talk,
         "both": {**talk, **tools},
-        "shown": {**talk, **tools, "history": "template"},
+        "shown": {**talk, **tools, "context": "rerender"},
         "masks": {**talk, **tools, "on_malformed": "mask"},
         "runs": {"program": f"{WORLDS}:run", "max_contexts": 3},
     }
@@ -94,7 +94,7 @@ class FuzzPlace(Place):
         for agent in self.config.agent.named:
             if agent != "runs":
                 self.loop.run_until_complete(everyone[agent].start())
-                tools[agent] = everyone[agent]._language.tools
+                tools[agent] = everyone[agent]._chat_format.tools
         self.oracle = Oracle(name, tools, {"shown"}, {"masks"}, {"runs"})
         self.random = {key: value.clone() for key, value in self.policy.state_dict().items()}
         self.fitted = self.fit()
@@ -132,7 +132,7 @@ class FuzzPlace(Place):
         import torch
 
         self.hostile()
-        bridge = self.rollout._episodes._agents["both"]._language.bridge
+        bridge = self.rollout._episodes._agents["both"]._chat_format.bridge
         lm, dice = self.policy.lm, random.Random(0)
         marks = [[bridge.tokens.ids[end] for end in ends.split()[:1]] for ends in ENDS[self.name]]
 
@@ -184,7 +184,7 @@ class FuzzPlace(Place):
             return
         dice = random.Random(f"{self.name}/hostile")
         for agent in ("both", "shown", "masks", "calls"):
-            reader = self.rollout._episodes._agents[agent]._language.reader
+            reader = self.rollout._episodes._agents[agent]._chat_format.reader
 
             def hostile(raw: str, ids: Any, parse: Any = reader._parse) -> Any:
                 if dice.random() > 0.1:
@@ -237,7 +237,7 @@ class FuzzPlace(Place):
         rollout.temperature = dice.choice([0.7, 1.0, 1.0, 1.3])
         rollout.stop = dice.choice([[], [], [], ["1"], ["es", "}"]])
         in_flight = number % 3 == 2
-        rollout.update = "in_flight" if in_flight else "between_chunks"
+        rollout.weight_update = "in_flight" if in_flight else "between_chunks"
         versions = [self.move("random" if number % 3 == 0 else "fitted")]
         versions.append(self.move("fitted") if in_flight or dice.random() < 0.3 else versions[0])
         pause_s = dice.uniform(0.02, 0.3) if in_flight else 0.0

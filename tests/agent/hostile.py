@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 
-from pipeline.agent import Environment, Observation, ToolError, frames
+from pipeline.agent import Environment, Observation, ToolError
+from pipeline.agent.inside import frames
 
 
 class Boom(Exception):
@@ -20,7 +21,7 @@ class Boom(Exception):
 
 
 class Hostile(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         if row["ground_truth"] == "content":
             return 5
         return "begin"
@@ -217,7 +218,7 @@ class Served(Hostile):
 
     begun = 0
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         Served.begun += 1
         if Served.begun > 1 and row["ground_truth"] == "raise":
             raise ValueError("something is left")
@@ -265,7 +266,7 @@ class Waiting(Environment):
 class Forgetful(Environment):
     """Its `close` leaves a file, and hangs if it is told to."""
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.file = row["ground_truth"]
         return "begin"
 

@@ -83,7 +83,7 @@ class Oracle:
     Args:
         name: of the family.
         tools: schemas of the tools of each agent.
-        template: agents with `history=template`.
+        template: agents with `context=rerender`.
         masks: agents with `on_malformed=mask`.
         programs: agents that are programs.
     """
@@ -244,7 +244,7 @@ class Oracle:
         return ids[ids.index(self.ids[ends[0]]) + 1 :] if closed else ids
 
     def check_history(self, row: dict[str, Any], sequences: list[Sequence]) -> None:
-        """Check where the answers of an agent with `history=template` begin new contexts."""
+        """Check where the answers of an agent with `context=rerender` begin new contexts."""
         for number, sequence in enumerate(sequences):
             for count, place in enumerate(sequence.answers):
                 if number == count == 0:

@@ -64,7 +64,7 @@ class Talk(Environment):
     def __init__(self, opens=True, several=True):
         self.opens, self.several = opens, several
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         text = anything()
         return random.choice([None, text, [{"role": "user", "content": text}]]) if self.opens else None
 

@@ -27,7 +27,7 @@ from pipeline.agent import Environment, Observation
 class Talk(Environment):
     """Says odd things until the turns run out; each answer is worth its number."""
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.turn, self.seed, self.index = 0, seed, row["extra_info"]["index"]
         self.pause_s, self.gate = row["extra_info"]["pause_s"], row["extra_info"]["gate"]
 
@@ -111,9 +111,9 @@ def open_place(folder: str, prefix_cache: bool = True) -> int:
 def talk(split: str = "train") -> dict[str, Any]:
     version = place.step()
     (table,) = place.generate(place.talks(version, split))
-    language = place.agent._language
-    assert language is not None
-    bridge = language.bridge
+    chat_format = place.agent._chat_format
+    assert chat_format is not None
+    bridge = chat_format.bridge
     behind = [
         [bridge.after(answer, [message], ()) for answer, message in exchanges(row)]
         for row in table.select(["response_ids", "spans", "messages"]).to_pylist()
@@ -152,7 +152,7 @@ def cut() -> pa.Table:
 def slow(update: str) -> dict[str, Any]:
     """Episodes with slow environments, and a chunk of the next version that arrives in their middle."""
     rollout = place.config.rollout
-    rollout.update = update
+    rollout.weight_update = update
     first = place.step()
     place.generate(place.talks(first))
     second = place.step()
@@ -165,7 +165,7 @@ def slow(update: str) -> dict[str, Any]:
         return list(await asyncio.gather(place.rollout(place.talks(first, pause_s=0.2)), later()))
 
     old, new = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
-    rollout.update = "between_chunks"
+    rollout.weight_update = "between_chunks"
     return {"gaps": gaps(old, new, first, second), "first": first, "second": second, "old": old, "new": new}
 
 
@@ -183,7 +183,7 @@ def gaps(old: pa.Table, new: pa.Table, first: int, second: int) -> dict[str, flo
 def between_turns(gate: str) -> dict[str, Any]:
     """Weights that change while all episodes wait for their first reply, and a KV cache that keeps what it holds."""
     rollout = place.config.rollout
-    rollout.update, rollout.update_kv = "in_flight", "keep"
+    rollout.weight_update, rollout.update_kv = "in_flight", "keep"
     first, second = place.step(), place.step()
     episodes = 2 * rollout.n
     cached: list[int] = []
@@ -208,7 +208,7 @@ def between_turns(gate: str) -> dict[str, Any]:
         old, new = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
     finally:
         vllm.read = read
-    rollout.update, rollout.update_kv = "between_chunks", "recompute"
+    rollout.weight_update, rollout.update_kv = "between_chunks", "recompute"
     found = gaps(old, new, first, second)
     return {"gaps": found, "first": first, "second": second, "old": old, "cached": cached[-episodes:]}
 
@@ -220,7 +220,7 @@ from pipeline.agent import Environment, Observation
 REPLIES = ["up", "<|im_start|>down \\u00e9"]
 
 class Game(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.replies = list(REPLIES)
 
     def step(self, message):

@@ -1,4 +1,4 @@
-"""Episodes with a toy language, a scripted policy and a scripted world: a token is a byte."""
+"""Episodes with a toy chat format, a scripted policy and a scripted world: a token is a byte."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.agent import Call, Message, Observation, episode
-from pipeline.agent.context import joined
-from pipeline.agent.conversation import TOKEN, Ask, Language
+from pipeline.agent.conversation import TOKEN, Ask, ChatFormat
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.world import World
+from pipeline.agent.tokens.context import joined
+from pipeline.agent.turns import TurnsPlayer
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
@@ -113,14 +113,14 @@ def play(
     **config: Any,
 ) -> Episode:
     section = AgentConfig(environment="toy:Toy" if environment else None, **config)
-    language = Language(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
+    chat_format = ChatFormat(section, ToyBridge(), ToyReader(), [], 20, longest)  # type: ignore[arg-type]
 
-    async def open_world() -> tuple[Any, World]:
+    async def open_world() -> TurnsPlayer:
         if opened is not None:
             opened()
-        return session, World(section, session, tools or {}, environment)  # type: ignore[arg-type]
+        return TurnsPlayer(section, session, tools or {}, environment)  # type: ignore[arg-type]
 
-    return asyncio.run(episode.run(ROW, open_world(), language, policy, longest))
+    return asyncio.run(episode.run(ROW, open_world(), chat_format, policy, longest))
 
 
 def text(ids: list[int]) -> str:
@@ -237,7 +237,7 @@ def test_at_least_half_of_a_short_observation_is_its_content(most: int) -> None:
 
 def test_where_the_template_rewrites_an_answer_a_new_context_begins() -> None:
     replies = [Observation("a", reward=1.0), Observation("b", reward=2.0), Observation(done=True, reward=4.0)]
-    played = play(Policy("12", "x#34", "5"), ToySession(replies), history="template")
+    played = play(Policy("12", "x#34", "5"), ToySession(replies), context="rerender")
     first, second = played.contexts
     assert text(first.prompt_ids + first.ids) == "go12$<a>x#34$", "as long as nothing differs, it is one sequence"
     assert text(second.prompt_ids) == "go12$<a>34$<b>" and text(second.ids) == "5$"
@@ -251,7 +251,7 @@ def test_where_the_template_rewrites_an_answer_a_new_context_begins() -> None:
 
 def test_a_rewritten_conversation_is_no_longer_than_one_that_is_kept() -> None:
     replies = [Observation("a" * 9), Observation("b" * 9), Observation("c")]
-    played = play(Policy("x#1", "x#2", "x#3"), ToySession(replies), history="template", longest=4)
+    played = play(Policy("x#1", "x#2", "x#3"), ToySession(replies), context="rerender", longest=4)
     prompts = [len(context.prompt_ids) for context in played.contexts]
     assert prompts == [2, 15] and played.ended == "length"
     assert max(len(context.prompt_ids + context.ids) for context in played.contexts) <= 20 + 4
@@ -277,7 +277,7 @@ def test_calls_of_the_last_answer_are_not_made() -> None:
 
 @pytest.mark.parametrize(
     ("on_malformed", "ended", "turns", "mask"),
-    [("tell", "stop", 2, 4), ("end", "malformed", 1, 4), ("mask", "stop", 2, 0)],
+    [("retry", "stop", 2, 4), ("end", "malformed", 1, 4), ("mask", "stop", 2, 0)],
 )
 def test_a_call_that_cannot_be_read(on_malformed: str, ended: str, turns: int, mask: int) -> None:
     played = play(Policy("bad", "ok"), ToySession(), False, {"calc": None}, on_malformed=on_malformed)
@@ -316,10 +316,10 @@ def test_a_message_that_the_template_refuses_is_an_error() -> None:
     assert played.error == "the template has no system message here"
 
 
-@pytest.mark.parametrize(("late", "error"), [("error", True), ("score", False)])
-def test_an_episode_that_takes_too_long(late: str, error: bool) -> None:
+@pytest.mark.parametrize(("on_timeout", "error"), [("error", True), ("score", False)])
+def test_an_episode_that_takes_too_long(on_timeout: str, error: bool) -> None:
     session = ToySession([Observation("a", reward=0.5), 5.0])
-    played = play(Policy("1", "2"), session, episode_timeout_s=0.1, late=late)
+    played = play(Policy("1", "2"), session, episode_timeout_s=0.1, on_timeout=on_timeout)
     assert played.ended == "timeout" and session.closed == [False]
     assert (played.score, played.error is not None) == ((0.0, True) if error else (0.5, False))
 

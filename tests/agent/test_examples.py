@@ -15,7 +15,7 @@ from jobs.prepare.__main__ import main
 from jobs.tiny import build_tokenizer, texts
 from pipeline.agent import Call, Message, Observation, ToolError
 from pipeline.agent.errors import PolicyMistake
-from pipeline.agent.load import load
+from pipeline.agent.inside.load import load
 from pipeline.agent.processes import Processes
 from pipeline.config import load_config
 from pipeline.config.agent import AgentConfig
@@ -43,7 +43,7 @@ def first_row(files: Path, task: str) -> dict[str, Any]:
 
 def test_a_guess_earns_by_what_it_excludes_and_replies_may_be_dots() -> None:
     game = runpy.run_path(str(EXAMPLES / "higher_lower.py"))["HigherLower"](worth=0.5, blind=True)
-    game.open({"ground_truth": "40"}, 0)
+    game.reset({"ground_truth": "40"}, 0)
     seen = [game.step(Message(guess)) for guess in ("32", "32", "48", "47", "no", "40")]
     # Of 1 to 63, then 33 to 63 and 33 to 47.
     assert [each.reward for each in seen] == pytest.approx([0.5, 0, 0.5, 0.5 / 8, 0, 1])
@@ -52,7 +52,7 @@ def test_a_guess_earns_by_what_it_excludes_and_replies_may_be_dots() -> None:
 
 def test_a_table_may_be_hidden() -> None:
     table = runpy.run_path(str(EXAMPLES / "lookup.py"))["Lookup"](blind=True)
-    table.open({"ground_truth": "10 1"}, 1)
+    table.reset({"ground_truth": "10 1"}, 1)
     assert {table.get(key) for key in range(10, 100)} == {"."}
 
 
@@ -94,7 +94,7 @@ def test_a_table_that_only_its_tool_can_read(files: Path) -> None:
         assert seen[0] == seen[1] != seen[2]
         for arguments, words in (
             ({"key": 9}, "no such key"),
-            ({"key": "10"}, "must be an integer"),
+            ({"key": "10"}, "'10' is not of type 'integer'"),
             ({}, "is missing"),
         ):
             with pytest.raises(PolicyMistake, match=words):

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
-from pipeline.agent.frames import MAX_REASON, MAX_TEXT
+from pipeline.agent.inside.frames import MAX_REASON, MAX_TEXT
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
@@ -138,7 +138,7 @@ def test_daemons_end_with_their_episode_and_not_before(tmp_path: Path) -> None:
 
 def test_what_open_returns_is_checked() -> None:
     async def play(processes: Processes) -> None:
-        with pytest.raises(EpisodeFailed, match="Hostile.open returned a content of 5; expected a text, a list"):
+        with pytest.raises(EpisodeFailed, match="Hostile.reset returned a content of 5; expected a text, a list"):
             await processes.open({**ROW, "ground_truth": "content"}, 1, 10)
 
     run(config("x"), play)
@@ -300,7 +300,7 @@ def test_what_a_tool_says_is_cut_wherever_it_goes() -> None:
             for kind, words in kinds.items():
                 came, text, seconds = await say(processes, kind)
                 assert came == how and len(text) <= most and re.search(words, text), (kind, came, text[:200])
-                assert seconds < 5, kind
+                assert seconds < 30, kind
 
     run(AgentConfig(tools=[TOOLS]), play)
 
@@ -308,15 +308,18 @@ def test_what_a_tool_says_is_cut_wherever_it_goes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"count": 10**309}, "the argument count of numbers must have numbers of at most 308 digits"),
-        ({"count": 3, "ratio": -(10**400)}, "the argument ratio of numbers must have numbers of at most 308 digits"),
+        ({"count": 10**309}, "the argument count of numbers must have finite numbers of at most 308 digits"),
+        (
+            {"count": 3, "ratio": -(10**400)},
+            "the argument ratio of numbers must have finite numbers of at most 308 digits",
+        ),
         ({"count": 1e300}, ""),
         ({"count": 3.0}, ""),
         ({"count": 10**300, "ratio": 10**300}, ""),
-        ({"count": float("inf")}, "must be an integer, but is inf"),
-        ({"count": True}, "must be an integer, but is True"),
-        ({"self": 1}, "numbers has no argument the text 'self'"),
-        ({"x" * 100_000: 1}, r"numbers has no argument the text 'xxx[x']*\.\.\.;"),
+        ({"count": float("inf")}, "the argument count of numbers must have finite numbers"),
+        ({"count": True}, "True is not of type 'integer'"),
+        ({"self": 1}, "numbers has no argument 'self'"),
+        ({"x" * 100_000: 1}, r"numbers has no argument 'x{79};"),
     ],
 )
 def test_numbers_that_a_policy_writes_are_at_worst_mistakes(arguments: dict[str, Any], words: str) -> None:

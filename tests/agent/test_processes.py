@@ -113,8 +113,8 @@ def test_a_mistake_of_the_policy_is_told_and_ends_nothing() -> None:
         for name, arguments, words in [
             ("calc", {"expression": "1+2+3+4+5+6"}, "too long"),
             ("calc", {}, "the argument expression of calc is missing"),
-            ("calc", {"expression": 3}, "the argument expression of calc must be a text, but is 3"),
-            ("calc", {"x": ""}, "calc has no argument the text 'x'; its arguments are: expression"),
+            ("calc", {"expression": 3}, "the argument expression of calc: 3 is not of type 'string'"),
+            ("calc", {"x": ""}, "calc has no argument 'x'; its arguments are: expression"),
             ("cook", {}, "there is no tool 'cook'; the tools are: calc, count"),
         ]:
             with pytest.raises(PolicyMistake) as told:

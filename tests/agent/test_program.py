@@ -1,4 +1,4 @@
-"""Episodes that a program drives, with a toy language and a scripted policy: what becomes of tokens and of rewards."""
+"""Episodes that a program drives, with a toy format and a scripted policy: what becomes of tokens and of rewards."""
 
 import asyncio
 import json
@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from pipeline.agent import EpisodeOver, episode
-from pipeline.agent.context import joined
-from pipeline.agent.conversation import Answer, Ask, Conversation
+from pipeline.agent.conversation import Ask, Conversation
+from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.forms import split
-from pipeline.agent.frames import MAX_REASON
-from pipeline.agent.language import Language
-from pipeline.agent.messages import checked_messages, checked_tools
-from pipeline.agent.replies import Returned
+from pipeline.agent.inside.forms import split
+from pipeline.agent.inside.frames import MAX_REASON
+from pipeline.agent.inside.replies import ProgramResult
+from pipeline.agent.program import ProgramPlayer
+from pipeline.agent.tokens.chat_format import ChatFormat
+from pipeline.agent.tokens.context import Answer, joined
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.replay.checks import _last_answer
@@ -36,9 +37,9 @@ class ToyProgram:
     def __init__(self, drive: Drive) -> None:
         self._drive, self.closed = drive, 0
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+    async def run(self, row: dict[str, Any], chat: Chat) -> ProgramResult:
         result = await self._drive(chat)
-        return result if isinstance(result, Returned) else Returned(result)
+        return result if isinstance(result, ProgramResult) else ProgramResult(result)
 
     async def place(self) -> str:
         return " (toy.py, line 3)"
@@ -50,13 +51,13 @@ class ToyProgram:
 def play(policy: Ask, drive: Drive, longest: int = 1000, stop: tuple[str, ...] = (), **config: Any) -> Episode:
     section = AgentConfig(program="toy:run", **config)
     proven: Any = ToyBridge(), ToyReader()
-    language = Language(section, proven[0], proven[1], [], 20, longest, lambda tools: proven)
+    chat_format = ChatFormat(section, proven[0], proven[1], [], 20, longest, lambda tools: proven)
     program = ToyProgram(drive)
 
     async def opened() -> Any:
-        return program, None
+        return ProgramPlayer(program)  # type: ignore[arg-type]
 
-    played = asyncio.run(episode.run(ROW, opened(), language, policy, longest, stop))
+    played = asyncio.run(episode.run(ROW, opened(), chat_format, policy, longest, stop))
     assert program.closed == 1
     return played
 
@@ -116,11 +117,11 @@ def test_what_an_assistant_says_next_continues_nothing() -> None:
 
 
 def test_the_last_answer_is_of_the_last_context_and_has_the_reward() -> None:
-    async def return_to_the_first(chat: Chat) -> Returned:
+    async def return_to_the_first(chat: Chat) -> ProgramResult:
         first = await chat([user("a")])
         await chat([user("b")])
         await chat([user("a"), said(first), user("c")])
-        return Returned(2.0, parts={"acc": 1})
+        return ProgramResult(2.0, parts={"acc": 1})
 
     played = play(Policy("1", "2", "3"), return_to_the_first, max_contexts=2)
     assert [text(context.ids) for context in played.contexts] == ["2$", "1$<c>3$"]
@@ -136,11 +137,11 @@ def test_the_last_answer_is_of_the_last_context_and_has_the_reward() -> None:
 def test_answers_have_the_rewards_that_the_program_returns_in_the_order_of_its_questions(
     score: float | None, last: float
 ) -> None:
-    async def three(chat: Chat) -> Returned:
+    async def three(chat: Chat) -> ProgramResult:
         first = await chat([user("a")])
         await chat([user("b")])
         await chat([user("a"), said(first), user("c")])
-        return Returned(score, [0.5, 2.0, 4.0])
+        return ProgramResult(score, [0.5, 2.0, 4.0])
 
     played = play(Policy("1", "2", "3"), three, max_contexts=2)
     assert [text(context.ids) for context in played.contexts] == ["2$", "1$<c>3$"]
@@ -150,9 +151,9 @@ def test_answers_have_the_rewards_that_the_program_returns_in_the_order_of_its_q
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 1.0, 1.0]])
 def test_rewards_of_more_or_fewer_answers_are_an_error(rewards: list[float]) -> None:
-    async def drive(chat: Chat) -> Returned:
+    async def drive(chat: Chat) -> ProgramResult:
         await count(chat)
-        return Returned(1.0, rewards)
+        return ProgramResult(1.0, rewards)
 
     played = play(Policy("12", "40"), drive, reward="function")
     assert (played.ended, played.score) == ("error", 0.0)
@@ -260,15 +261,15 @@ def test_a_program_that_asks_nothing_fails() -> None:
     assert "without an answer of the policy" in str(play(Policy(), nothing).error)
 
 
-@pytest.mark.parametrize("late", ["error", "score"])
-def test_a_program_that_takes_too_long(late: str) -> None:
+@pytest.mark.parametrize("on_timeout", ["error", "score"])
+def test_a_program_that_takes_too_long(on_timeout: str) -> None:
     async def hang(chat: Chat) -> None:
         await chat([user("go")])
         await asyncio.sleep(100)
 
-    played = play(Policy("12"), hang, late=late, episode_timeout_s=0.05)
+    played = play(Policy("12"), hang, on_timeout=on_timeout, episode_timeout_s=0.05)
     limit = "the episode took longer than 0.05 s (agent.episode_timeout_s) (toy.py, line 3)"
-    assert (played.ended, played.error) == ("timeout", limit if late == "error" else None)
+    assert (played.ended, played.error) == ("timeout", limit if on_timeout == "error" else None)
     assert played.turns == 1
 
 
@@ -345,8 +346,8 @@ def test_the_longest_conversation_is_continued() -> None:
 
     async def main() -> list[int]:
         section = AgentConfig(program="toy:run", max_contexts=2)
-        language = Language(section, ToyBridge(), ToyReader(), [], 90, 99)  # type: ignore[arg-type]
-        conversation = Conversation(language, ask, 99)
+        chat_format = ChatFormat(section, ToyBridge(), ToyReader(), [], 90, 99)  # type: ignore[arg-type]
+        conversation = Conversation(chat_format, ask, 99)
         one = {"role": "assistant", "content": "1"}
         await conversation.chat([user("a")])
         await conversation.chat([user("a"), one, user("b"), one, user("c")])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.frames import encode
+from pipeline.agent.inside.frames import encode
 from pipeline.agent.session import Session
-from pipeline.agent.zygote import Loaded
+from pipeline.agent.zygote import LoadedCode
 
 
 class Alone:
@@ -24,8 +24,8 @@ class Alone:
         """Do nothing."""
 
 
-def loaded(*schemas: dict[str, Any]) -> Loaded:
-    return Loaded(list(schemas), {}, environment=False, closes=False, forks=False)
+def loaded(*schemas: dict[str, Any]) -> LoadedCode:
+    return LoadedCode(list(schemas), {}, environment=False, closes=False, forks=False)
 
 
 async def largest_gap(work: Any) -> float:

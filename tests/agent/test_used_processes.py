@@ -9,10 +9,10 @@ import pytest
 
 from pipeline.agent import Message
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.hosts import Host
 from pipeline.agent.processes import Processes
+from pipeline.agent.ray_hosts import Host
 from pipeline.config.agent import AgentConfig
-from tests.agent.test_chats import PROMPT, Policy
+from tests.agent.inside.test_chat_client import PROMPT, Policy
 from tests.agent.test_hostile import FAILURES, GOOD, config, wait_until_gone
 from tests.agent.test_processes import ROW, run
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.agent.episode import Episode
-from tests.agent.test_endpoint import command
+from tests.agent.endpoint.test_server import command
 from tests.agent.test_episode import ROW, Policy, text
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")

@@ -9,7 +9,7 @@ class HigherLower(Environment):
     def __init__(self, most: int = 63) -> None:
         self.most = most
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.number = random.Random(seed).randint(1, self.most)
         self.left = 6
         return f"Guess a number from 1 to {self.most}, {row['ground_truth']}."
@@ -23,7 +23,7 @@ class HigherLower(Environment):
 
 
 class Dice(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         return f"{random.random()} {self.numpy()}"
 
     def numpy(self):
@@ -33,7 +33,7 @@ class Dice(Environment):
 
 
 class Coroutines(Environment):
-    async def open(self, row, seed):
+    async def reset(self, row, seed):
         import asyncio
 
         await asyncio.sleep(0)

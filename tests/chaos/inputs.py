@@ -25,7 +25,7 @@ from pipeline.agent import Environment, Observation
 
 
 class Digits(Environment):
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.left = 3
 
     def step(self, message):

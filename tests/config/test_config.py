@@ -120,8 +120,25 @@ def test_unknown_key_names_the_nearest(wrong, right, tmp_path, named):
     named(refusal("experiment=mine", config_dir=tmp_path), f"{file} {wrong.split('.')[0]}")
 
 
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("custom_reward_function: {path: x}", "reward.custom_reward_function.path"),
+        ("actor: {optm: {lr: 1}}", "actor.optim.lr"),
+        ("actr: {optim: {weight_decay: 1}}", "actor.optim.weight_decay"),
+        ("scoring: {refernce: {placement: replicas}}", "scoring.reference.placement"),
+    ],
+)
+def test_an_unknown_section_of_a_file_names_the_nearest_key(text, right, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    assert refusal("experiment=mine", config_dir=tmp_path).endswith(f"did you mean {right}?")
+
+
 def test_key_that_is_like_no_other_lists_its_section(named):
     named(refusal("algorithm.foo=1"), "algorithm.foo adv_estimator")
+    assert "the keys of actor.optim are name, lr, betas" in refusal("actor.optim.foo=1")
+    assert refusal("foo=1").endswith("`slipstream docs configuration` lists all keys")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pipeline.config import Config, ConfigError, load_config, load_yaml, save_ya
 from pipeline.config.compose import load
 from pipeline.config.preference import DPOConfig
 from pipeline.config.supervised import PreferenceConfig, SFTConfig
+from pipeline.plan.checks import check
 from tests.sentences import Named
 
 NAMES = [
@@ -148,3 +149,68 @@ def test_what_cannot_be_read_is_named(argument: str, keys: str, named: Named) ->
 def test_what_a_file_may_not_hold(text: str, keys: str, tmp_path: Path, named: Named) -> None:
     folder = experiment(tmp_path, f"reward: {{source_scale: {{{text}}}}}")
     named(refusal("experiment=mine", config_dir=folder), keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("reward: {source_scale: {on: 2}}", "a name in reward.source_scale reads as"),
+        ("reward: {source_scale: {1.5: 2}}", "a name in reward.source_scale reads as"),
+        ("agent: {env_vars: {yes: a}}", "a name in agent.env_vars reads as"),
+        ("trainer: {placement: {rollout: {off: a}}}", "a name in trainer.placement reads as"),
+        ("agent: {named: {a: {on: 1}}}", "a name in agent.named reads as"),
+        ("rollout: {engine_kwargs: {a: {on: 1}}}", "the name True in rollout.engine_kwargs.a is not text"),
+        ("actor: {on: 3}", "a name in actor reads as"),
+        ("on: 3", "a name in the file reads as"),
+    ],
+)
+def test_a_name_of_a_file_that_yaml_reads_as_another_value(text: str, place: str, tmp_path: Path) -> None:
+    """YAML 1.1 reads `on` and `yes` as true, so `reward.source_scale.True` is not how the user wrote it."""
+    found = refusal("experiment=mine", config_dir=experiment(tmp_path, text))
+    assert place in found and "write it in quotes" in found and ".True" not in found
+
+
+SECTION = [
+    ("reward.functions.f=x", "reward.functions.f=x"),
+    ("reward.functions.f.wieght=1", "reward.functions.f.wieght reward.functions.f.weight"),
+    ("reward.functions.f.weight=much", "reward.functions.f.weight='much'"),
+    ("reward.functions.f.weight=true", "reward.functions.f.weight=True"),
+    ("reward.functions.f.batch=[1]", "reward.functions.f.batch"),
+    ("reward.functions.f.kwargs=[1]", "reward.functions.f.kwargs"),
+    ("reward.functions.f.path={a:1}", "reward.functions.f.path"),
+    ("agent.named.a.tool=[a:b]", "agent.named.a.tool agent.named.a.tools"),
+    ("agent.named.a.named={}", "agent.named.a.named"),
+    ("agent.named.a.max_turns=few", "agent.named.a.max_turns='few'"),
+    ("agent.named.a=x", "agent.named.a=x"),
+    ("agent.named.a.env_vars.X.Y=1", "agent.named.a.env_vars"),
+]
+"""A setting of a section with a free name, and what the refusal names."""
+
+
+@pytest.mark.parametrize(("argument", "keys"), SECTION)
+def test_a_setting_of_a_named_section_that_does_not_fit(argument: str, keys: str, tmp_path: Path, named: Named) -> None:
+    named(refusal(argument), keys)
+
+
+def test_settings_of_a_named_section_have_the_types_of_their_keys(tmp_path: Path) -> None:
+    config = load_config(["agent.named.a.max_turns='3'", "agent.named.a.program=7", "reward.functions.f.weight=2"])
+    assert config.agent.named == {"a": {"max_turns": 3, "program": "7"}}
+    weight = config.reward.functions["f"]["weight"]
+    assert weight == 2 and isinstance(weight, float)
+    config.agent.named["a"]["max_turns"] = "4"
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_yaml(tmp_path / "config.yaml", Config).agent.named["a"]["max_turns"] == 4
+    config.agent.named["a"]["max_turns"] = "few"
+    save_yaml(config, tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"config\.yaml: agent\.named\.a\.max_turns='few' does not fit"):
+        load_yaml(tmp_path / "config.yaml", Config)
+
+
+def test_settings_of_a_named_section_made_in_python_are_checked() -> None:
+    config = Config()
+    config.agent.named = {"a": {"tool": ["a:b"]}}
+    with pytest.raises(ConfigError, match=r"no key agent\.named\.a\.tool; did you mean agent\.named\.a\.tools"):
+        check(config)
+    config.agent.named = {"a": "x"}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"agent\.named\.a='x' does not fit; expected a mapping"):
+        check(config)

@@ -130,7 +130,7 @@ def test_code_of_episodes_is_named_from_the_root(here: Path) -> None:
     (tmp_path / "my_agent.py").touch()
     config.agent.command = ["python", "my_agent.py", "gone.py", "--fast"]
     config.agent.tools = ["my_tools:calc", "sub/tools.py:calc", "tools.py", "tools.yaml", "/code/tools.py"]
-    config.agent.named = {"other": {"environment": "other.py:Game", "max_turns": "3"}}
+    config.agent.named = {"other": {"environment": "other.py:Game", "max_turns": 3}}
     name_from_root(config)
     assert config.agent.named == {"other": {"environment": f"{tmp_path}/other.py:Game", "max_turns": 3}}
     assert config.agent.environment == f"{tmp_path}/my_game.py:Game"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import JOBS, main
+from jobs.command import called, new_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def test_every_job_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_job_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "a=1"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"slipstream: there is no job '{name}'; ") and hint in captured.err
+    assert captured.err.startswith(f"slipstream: the job '{name}' does not exist; ") and hint in captured.err
     assert captured.out == ""
 
 
@@ -55,18 +56,26 @@ def test_a_job_gets_its_arguments_and_the_current_folder(
     assert main(["prepare", "countdown", *options]) == 0
     assert Path("data/train.parquet").is_file() and importlib.util.find_spec("reward_of_the_user")
     assert main(["prepare", "countdown", *options, "--seed", "-1"]) == 2
-    assert main(["docs-configuration", "--check"]) in (0, 1)
+    assert main(["from-verl", "nowhere.sh"]) == 2
+
+
+def test_texts_name_a_job_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/slipstream", "train"])
+    assert called("train") == ["slipstream", "train"]
+    assert new_parser("show", "", "  python -m jobs.show runs/a").epilog == "  slipstream show runs/a"
+    monkeypatch.setattr(sys, "argv", ["/code/jobs/train.py"])
+    assert called("train") == ["python", "-m", "jobs.train"]
 
 
 def test_the_package_installs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"slipstream": "jobs.__main__:main"}
+    assert project["scripts"] == {"slipstream": "slipstream:main"}
 
 
 def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     always = {re.split(r"[^\w-]", package)[0] for package in project["dependencies"]}
-    for name in ("agents", "judge", "tensorboard"):
+    for name in ("agents", "judge", "lora", "tensorboard"):
         for package in project["optional-dependencies"][name]:
             distribution = re.split(r"[^\w-]", package)[0]
             assert distribution not in always
@@ -75,11 +84,18 @@ def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
                 assert f"\n{distribution}==" in lock, (accelerator, distribution)
 
 
-EXTRAS = ("anthropic", "mcp", "openai", "tensorboard", "websockets")
+def test_messages_name_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"slipstream-rl\[(\w+)\]", text)}
+    assert {"judge", "lora", "nixl", "torchao", "tensorboard", "wandb"} <= named <= set(extras)
+
+
+EXTRAS = ("anthropic", "mcp", "openai", "peft", "tensorboard", "websockets")
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split())  # importing them raises ImportError
-import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.load, pipeline.track.loggers
+import jobs.evaluate, jobs.export, jobs.replay, jobs.train, pipeline.agent.inside.load, pipeline.track.loggers
 from jobs.from_verl import main
 sys.exit(main(["run.sh"]))
 """

@@ -16,7 +16,10 @@ from pipeline.errors import NotStarted
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("arguments", [["jobs.train", "--help"], ["jobs", "--help"], ["jobs.show", "nowhere"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["jobs.train", "--help"], ["slipstream", "sft", "--help"], ["jobs", "--help"], ["jobs.show", "nowhere"]],
+)
 def test_a_command_whose_reader_is_gone_ends_without_a_traceback(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -67,7 +67,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
     ("settings", "parts"),
     [
         (["data.val_files=null"], ("data.val_files is not set", "data.val_files=FILES")),
-        (["model.path=models/nowhere"], ("model.path=models/nowhere", "there is no folder")),
+        (["model.path=models/nowhere"], ("model.path=models/nowhere", "does not exist")),
         (["rollout.val_kwargs.n=2"], ("rollout.val_kwargs.n=2", "temperature=0")),
         (["--k", "1,2"], ("--k 1,2", "rollout.val_kwargs.n=1")),
         (["trainer.ray_num_cpus=1"], ("rollout.num_engines", "trainer.ray_num_cpus=1")),
@@ -91,7 +91,7 @@ def test_rewards_that_cannot_be_given(refused: Refused, prompt_files: Any, tmp_p
 
 def test_episodes_that_all_fail(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(
-        "from pipeline.agent import Environment\n\n\nclass Game(Environment):\n    def open(self, row, seed):\n"
+        "from pipeline.agent import Environment\n\n\nclass Game(Environment):\n    def reset(self, row, seed):\n"
         "        return row['nothing']\n"
     )
     parts = ("fails for each of the first 4 prompts", "KeyError: 'nothing' (game.py, line 6)")

@@ -187,7 +187,7 @@ def test_the_end_of_the_template_is_an_end_of_the_export(
     reconfigure(own, settings(base, tmp_path))
     out = exported(own, "--out", tmp_path / "mine")
     assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
-    said = "answers end with <|endoftext|> (0) or <|im_end|> (2, of the chat template alone)"
+    said = "answers end with <|endoftext|> (0) or <|im_end|> (2, in the chat template only)"
     assert f"{out}: {said}" in capsys.readouterr().out
 
 
@@ -373,7 +373,7 @@ def test_card(run: Made, tiny_model: Path, tmp_path: Path) -> None:
         (["--iteration", "7"], "no checkpoint of iteration 7, but of 2, 3, 4"),
         (["--best", "val-core/other"], f"its validation metrics are: {ACC}"),
         (["--best", ACC, "--iteration", "3"], "--iteration and --best each choose"),
-        (["--lowest"], "--lowest says how --best chooses"),
+        (["--lowest"], "--lowest is an option of --best"),
         (["--alias", "champion"], "give --register NAME"),
     ],
 )
@@ -405,7 +405,7 @@ def test_refused_folders(own: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_base_model_that_moved(run: Made, own: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     sentence = refused(capsys, own, "--out", tmp_path / "mine", "--base", "models/typo")
-    assert "--base=models/typo: there is no folder" in sentence
+    assert "--base=models/typo: the folder" in sentence
     reconfigure(own, settings(tmp_path / "gone", tmp_path))
     assert "name the model that the run started from with --base" in refused(capsys, own, "--out", tmp_path / "mine")
     same(exported(own, "--out", tmp_path / "mine", "--base", tiny_model), run.actor[4])

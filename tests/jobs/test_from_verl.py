@@ -205,9 +205,10 @@ def test_adapters(convert: Convert) -> None:
     lora, trainer = result.config.model.lora, result.config.trainer
     assert result.code == 0 and not result.cannot
     assert (lora.rank, lora.alpha, list(lora.target_modules)) == (64, 32.0, ["q_proj", "v_proj"])
-    assert lora.publish == "adapter" and "scoring" not in result.text
+    assert lora.weight_sync == "adapter" and "scoring" not in result.text
     assert trainer.num_workers + result.config.rollout.num_engines == 8
-    assert convert(f"{ADAPTERS.rstrip()} actor_rollout_ref.model.lora.merge=True").config.model.lora.publish == "merged"
+    merged = convert(f"{ADAPTERS.rstrip()} actor_rollout_ref.model.lora.merge=True").config.model.lora
+    assert merged.weight_sync == "merged"
     critic = f"{ADAPTERS.rstrip().replace('=grpo', '=gae')} critic.model.lora_rank="
     assert "critic.model.lora_rank=8" in convert(critic + "8").cannot and not convert(critic + "64").cannot
     start = ADAPTERS.replace("lora_rank=64", "lora_adapter_path=/adapters/one")

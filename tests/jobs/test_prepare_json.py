@@ -177,7 +177,7 @@ def test_values_that_datasets_keeps_as_json_stay_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "there is no such file"),
+        ("", "no such file"),
         ('{"a": 1}\n{"a"', "rows.jsonl, line 2: not JSON"),
         ("[1]\n", "entry 0 is a int, but an object is needed"),
         ('{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n', "line 2: not JSON (the key 'c' stands twice in one object)"),

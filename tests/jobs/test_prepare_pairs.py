@@ -91,7 +91,7 @@ def test_jobs_dpo_reads_what_is_written(tmp_path: Path) -> None:
             "to one prompt whose scores differ by at least --min-gap 2 (roll",
         ),
         ([[{"uid": "a", "prompt": "[]"}]], [], "f.parquet has no column 'data_source', but uid, prompt"),
-        ([answers("a", [0.0, 1.0], messages="[]")], [], "f.parquet holds episodes of several turns"),
+        ([answers("a", [0.0, 1.0], messages="[]")], [], "f.parquet has episodes of several turns"),
         ([answers("a", [0.0, 1.0])], ["--per-prompt", "0"], "--per-prompt 0 must be at least 1"),
         ([answers("a", [0.0, 1.0])], ["--min-gap", "-1"], "--min-gap -1 must be at least 0"),
         ([answers("a", [0.0, 1.0])], ["--test-share", "1"], "--test-share 1 must be at least 0 and below 1"),
@@ -110,7 +110,7 @@ def test_inputs_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.parquet").write_text("text")
     for name, sentence in {
-        "missing": "missing: there is no such file or folder",
+        "missing": "missing: no such file or folder",
         "empty": "empty holds no parquet file",
         "text.parquet": "text.parquet cannot be read as parquet",
     }.items():

@@ -148,7 +148,7 @@ def test_the_folder_may_be_named_from_inside(recorded: Path, monkeypatch: pytest
     ("given", "part"),
     [
         ("agent.environment=other:Game", "agent.environment=other:Game: the rows of"),
-        ("agent.tools=[other:calc]", "made with agent.tools=[], and a replay plays no episodes"),
+        ("agent.tools=[other:calc]", "made with agent.tools=[], and a replay runs no episodes"),
     ],
 )
 def test_episodes_stay_those_of_the_recording(refused: Refused, given: str, part: str) -> None:
@@ -209,11 +209,11 @@ def test_dry_run_of_a_replay(recorded: Path, capsys: pytest.CaptureFixture[str],
         f"responses recorded: iterations 2-3 of {recorded}",
         "replay 1 x 1 CPU",
         "0 GPUs",
-        "a replay starts no engine: nothing is validated",
+        "a replay starts no engine",
         "training is off-policy. actor.old_log_probs=recompute",
     ):
         assert part in printed, printed
-    for part in ("memory of an engine", "chunks in flight", "rollout ", "nothing in this run"):
+    for part in ("memory of an engine", "chunks in flight", "rollout ", "not read in this run"):
         assert part not in printed, printed
     assert sorted(recorded.parent.rglob("*")) == before
 
@@ -222,7 +222,7 @@ def test_notes_of_a_corrected_and_of_a_guarded_replay(recorded: Path, capsys: py
     assert "off-policy" not in dry_run(str(recorded), "algorithm=tis", capsys=capsys)
     printed = dry_run(str(recorded), "trainer.max_log_prob_gap=1e-4", "rollout.num_engines=3", capsys=capsys)
     assert "trainer.max_log_prob_gap=0.0001 ends the replay" in printed
-    assert "read by nothing in this run: rollout.num_engines=3" in printed
+    assert "but not read in this run: rollout.num_engines=3" in printed
 
 
 def test_engines_do_not_count(recorded: Path, tmp_path: Path) -> None:
@@ -245,11 +245,11 @@ def test_too_few_cpus_are_summed_up(refused: Refused) -> None:
 
 
 def test_folders_that_are_no_run(refused: Refused, recorded: Path, tmp_path: Path) -> None:
-    refused(run_dir=tmp_path / "nowhere", parts=("there is no folder", "nowhere", "runs/NAME"))
-    refused(run_dir=recorded / "trajectories", parts=("holds no config.yaml", "not the folder of a run"))
+    refused(run_dir=tmp_path / "nowhere", parts=("does not exist", "nowhere", "runs/NAME"))
+    refused(run_dir=recorded / "trajectories", parts=("has no config.yaml", "not the folder of a run"))
     (tmp_path / "empty").mkdir()
     save_yaml(Config(), tmp_path / "empty" / "config.yaml")
-    refused(run_dir=tmp_path / "empty", parts=("empty/trajectories", "no whole iteration"))
+    refused(run_dir=tmp_path / "empty", parts=("empty/trajectories", "no complete iteration"))
     (tmp_path / "empty" / "config.yaml").write_text("data: {keys_of_old: 1}")
     refused(run_dir=tmp_path / "empty", parts=("cannot be replayed by this version", "keys_of_old"))
 
@@ -332,5 +332,6 @@ def test_help_of_the_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for part in ("RUN_DIR", "--iterations FIRST-LAST", "--dry-run", "algorithm=rloo", "docs/replay.md", "loaded: []"):
+    parts = ("RUN_DIR", "--iterations FIRST-LAST", "--dry-run", "algorithm=rloo", "docs after_training", "loaded: []")
+    for part in parts:
         assert part in done.stdout

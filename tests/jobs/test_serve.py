@@ -145,7 +145,7 @@ def test_answers_stop_where_the_template_ends_them(
     assert dict(chosen.engine) == {"generation_config": "vllm"}
     (base / "tokenizer.json").unlink()
     (base / "tokenizer_config.json").unlink()
-    assert "known to the replicas alone" in stop_at_ends(ServedModel(str(base), "base", None), options, tmp_path)
+    assert "only the replicas know" in stop_at_ends(ServedModel(str(base), "base", None), options, tmp_path)
 
 
 def test_impossible_replicas_are_refused(plain: ServedModel) -> None:
@@ -297,8 +297,8 @@ def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["runs/TYPO"], "runs/TYPO: there is no folder"),
-        (["."], "holds no config.json"),
-        (["some/model", "--iteration", "3"], "some/model is no run's folder"),
+        (["."], "has no config.json"),
+        (["some/model", "--iteration", "3"], "some/model is not the folder of a run"),
         (["some/model", "--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: that environment variable is"),
         (["some/model", "--detach"], "--detach leaves the server in a cluster; set RAY_ADDRESS"),
         (["some/model", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7:8000"),

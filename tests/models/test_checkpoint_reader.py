@@ -63,7 +63,7 @@ def test_an_index_runs_no_code(saved: tuple[dict[str, Any], Path], tmp_path: Pat
     metadata = pickle.loads(index.read_bytes())
     metadata.planner_data = Command(target)
     index.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="posix.mkdir, which is no part of an index"):
+    with pytest.raises(ValueError, match="posix.mkdir, which is not part of an index"):
         load_checkpoint(state, folder, no_dist=True)
     assert not target.exists()
 
@@ -96,5 +96,5 @@ def test_files_outside_of_the_folder_are_not_read(saved: tuple[dict[str, Any], P
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).relative_path = "../other"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="names '../other', which is no file of its folder"):
+    with pytest.raises(ValueError, match="names '../other', which is not a file in its folder"):
         load_checkpoint(state, folder, no_dist=True)

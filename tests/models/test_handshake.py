@@ -175,7 +175,7 @@ FAULTS: dict[str, tuple[str, Callable[[Policy], None], str]] = {
     "router bias": ("glm4_moe", router_bias, "alone"),
     "scale of embeddings": ("gemma2", embedding_scale, "alone"),
     "wrong type": ("qwen3", wrong_dtype, "alone"),
-    "positions": ("qwen3", positions, "behind a shared prompt"),
+    "positions": ("qwen3", positions, "after a shared prompt"),
 }
 
 

@@ -249,7 +249,7 @@ def test_finds_unfitting_adapters_by_their_files(tiny_model: Path, tmp_path: Pat
     layers = "[down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj]"
     fewer = found(target_modules=["q_proj"])
     assert "has 14 layers and model.lora.target_modules=['q_proj'] chooses 2, model.layers.0.mlp.down_proj" in fewer
-    assert fewer.endswith(f"on one side alone; set it to {layers}")
+    assert fewer.endswith(f"on one side only; set it to {layers}")
     deeper = {name.replace("layers.1.", "layers.2."): shape for name, shape in matrices.items()} | matrices
     assert "chooses 21" in found(deeper) and found(deeper).endswith("set it to a list of its layers")
     settings = json.loads((folder / "adapter_config.json").read_text())
@@ -362,8 +362,8 @@ def test_the_share_of_the_weights_with_adapters_is_said(tmp_path: Path) -> None:
     assert experts and not experts.complete
     assert experts.text == (
         f"on 8 linear layers with {attention / total:.1%} of the weights inside of model.path={tmp_path / 'moe'}; "
-        "model.lora.target_modules=all-linear covers less than it says: no linear layers in transformers, and so "
-        f"without an adapter, are mlp.experts.gate_up_proj ({mlp * 2 / 3 / total:.1%}), mlp.experts.down_proj "
+        "model.lora.target_modules=all-linear covers less than expected: these are not linear layers in transformers, "
+        f"so they get no adapter: mlp.experts.gate_up_proj ({mlp * 2 / 3 / total:.1%}), mlp.experts.down_proj "
         f"({mlp / 3 / total:.1%}), mlp.gate ({router / total:.1%})"
     )
     config.model.lora.target_modules = ["q_proj"]
@@ -378,7 +378,7 @@ def test_targets_that_miss_only_the_experts_are_named(tmp_path: Path) -> None:
     config.model.lora.target_modules = ["q_proj", "down_proj"]
     found = lora.coverage(config.model)
     assert found and not found.complete and found.text.startswith("on 3 linear layers with ")
-    assert re.search(r"without an adapter, are mlp\.experts\.down_proj \([0-9.]+%\)$", found.text)
+    assert re.search(r"so they get no adapter: mlp\.experts\.down_proj \([0-9.]+%\)$", found.text)
 
 
 def test_layers_called_as_experts_were_keep_their_adapters(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_sentences():
     with pytest.raises(ValueError, match=r"row 1 has 30 tokens .* 10 more than the 20 .* to at least 30$"):
         split_micro_batches([5, 30], 20, packed=True)
     with pytest.raises(
-        ValueError, match=r"a row has 3 contexts, .* together, with 25 tokens .* to at least 25, or choose"
+        ValueError, match=r"a row has 3 contexts .* together, with 25 tokens .* to at least 25, or choose"
     ):
         minimum_parts([5, 9, 9, 7], 20, [1, 3], packed=True)
     with pytest.raises(ValueError, match=r"row 1 has 30 tokens .* 10 more than the 20 .*ppo_max_token_len_per_gpu"):

@@ -110,9 +110,9 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"x": Evil()}, "cannot be read as tensors alone .weights_only.*weights_only=False.*save_pretrained"),
-        ({"state_dict": {}, "epoch": 3}, "cannot be read as tensors alone"),
-        (None, "cannot be read as tensors alone .*download it again"),
+        ({"x": Evil()}, "cannot be read as pure tensors .weights_only.*weights_only=False.*save_pretrained"),
+        ({"state_dict": {}, "epoch": 3}, "cannot be read as pure tensors"),
+        (None, "cannot be read as pure tensors .*download it again"),
     ],
 )
 def test_a_pickle_is_read_as_tensors_or_refused(
@@ -137,7 +137,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 7\
         ({}, "has no weights .*safetensors or pytorch_model.bin.; give a complete"),
         ({"model.gguf": b"x"}, "it holds model.gguf, in a format that is not read .GGUF"),
         ({"tf_model.h5": b"x", "flax_model.msgpack": b"x"}, "not read .Flax's, TensorFlow's"),
-        ({"adapter_model.safetensors": b"x"}, "an adapter alone is no model: name its base"),
+        ({"adapter_model.safetensors": b"x"}, "this is only an adapter: name its base"),
         ({"original/consolidated.00.pth": b"x"}, "the weights in its folder original/"),
         ({"model-00001-of-00002.safetensors": b"x"}, "shards without their index .model.safetensors.index.json"),
         ({WHOLE: b""}, "model.safetensors is empty"),

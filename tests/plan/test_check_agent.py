@@ -102,7 +102,7 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (f"{TOOLS} agent.parser=none", "agent.tools agent.parser"),
         (f"{TOOLS} agent.max_turns=1", "agent.tools agent.max_turns"),
         (f"{GAME} agent.max_turns=0", "agent.max_turns"),
-        (f"{GAME} agent.open_timeout_s=601", "agent.open_timeout_s"),
+        (f"{GAME} agent.reset_timeout_s=601", "agent.reset_timeout_s"),
         (f"{TOOLS} agent.step_timeout_s=601", "agent.step_timeout_s"),
         (f"{GAME} agent.episode_timeout_s=1800", "trainer.deadlines.chunk agent.episode_timeout_s"),
         (f"{GAME} {SCORE}", "reward.custom_reward_function.path"),
@@ -121,7 +121,7 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         ("agent.named.a.named={}", "agent.named.a.named"),
         ("agent.named.a.max_turns=few", "agent.named.a.max_turns"),
         ("agent.named.a.max_turns=0", "agent.named.a.max_turns"),
-        ("agent.named.a.late=soon", "agent.named.a.late"),
+        ("agent.named.a.on_timeout=soon", "agent.named.a.on_timeout"),
         ("agent.named.a.kwargs.x=1", "agent.named.a.kwargs"),
         (
             f"agent.max_turns=1 agent.named.a.{TOOLS[6:]}",
@@ -138,7 +138,7 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         ("agent.env_vars.A=[1]", "agent.env_vars.A"),
         ('agent.env_vars.A="a\\x00"', "agent.env_vars.A"),
         ("agent.command=[python,a.py,[b]]", "agent.command"),
-        ("agent.named.a:b.late=score", "agent.named"),
+        ("agent.named.a:b.on_timeout=score", "agent.named"),
         (f"{GAME} agent.named.b.environment=a:B {SCORE}", "reward.custom_reward_function.path"),
     ],
 )
@@ -153,30 +153,33 @@ def test_what_does_not_fit_is_refused(overrides: str, keys: str, named: Named) -
         (f"{GAME} agent.max_contexts=2", "agent.max_contexts=2"),
         ("agent.program=a:run agent.max_contexts=2", ""),
         (f"{TOOLS} agent.same_seed_in_group=false", "agent.same_seed_in_group=false"),
-        (f"data.recorded_run=r data.train_files=null data.val_files=null {GAME} agent.late=score", "agent.late=score"),
+        (
+            f"data.recorded_run=r data.train_files=null data.val_files=null {GAME} agent.on_timeout=score",
+            "agent.on_timeout=score",
+        ),
         (f"{GAME} agent.on_malformed=end agent.max_turns=3 agent.same_seed_in_group=false agent.step_timeout_s=3", ""),
         (f"{TOOLS} agent.on_malformed=end agent.max_parallel_calls=1 agent.parser=hermes", ""),
     ],
 )
 def test_settings_that_nothing_reads_are_noted(overrides: str, unread: str) -> None:
-    notes = [note for note in plan(good(*overrides.split())).notes if "read by nothing" in note]
-    assert notes == ([f"set, and read by nothing in this run: {unread}"] if unread else [])
+    notes = [note for note in plan(good(*overrides.split())).notes if "not read" in note]
+    assert notes == ([f"set, and but not read in this run: {unread}"] if unread else [])
 
 
 def test_what_is_wrong_with_the_section_is_said_once() -> None:
-    assert refusal(GAME, "agent.max_turns=0", "agent.named.a.late=score").count("agent.max_turns=0") == 1
+    assert refusal(GAME, "agent.max_turns=0", "agent.named.a.on_timeout=score").count("agent.max_turns=0") == 1
     text = refusal(TOOLS, "agent.max_turns=1", "agent.named.a.max_parallel_calls=2")
     assert text.count("could call a tool") == 1
 
 
 def test_a_name_takes_what_it_leaves_out_from_the_section() -> None:
-    section = AgentConfig("a:Game", {"most": 3}, max_turns=5, late="score")
+    section = AgentConfig("a:Game", {"most": 3}, max_turns=5, on_timeout="score")
     section.named = {"longer": {"max_turns": 9}, "calc": {"tools": ["b:c"]}, "other": {"environment": "a:Other"}}
     agents = section.agents()
-    assert agents["longer"] == AgentConfig("a:Game", {"most": 3}, max_turns=9, late="score")
+    assert agents["longer"] == AgentConfig("a:Game", {"most": 3}, max_turns=9, on_timeout="score")
     # Code of its own replaces all code of the section.
-    assert agents["calc"] == AgentConfig(tools=["b:c"], max_turns=5, late="score")
-    assert agents["other"] == AgentConfig("a:Other", max_turns=5, late="score")
+    assert agents["calc"] == AgentConfig(tools=["b:c"], max_turns=5, on_timeout="score")
+    assert agents["other"] == AgentConfig("a:Other", max_turns=5, on_timeout="score")
     # What verl's files name is the section, and a single answer, unless the config says otherwise.
     assert agents["tool_agent"] == agents[None] and not agents["single_turn_agent"].plays
     section.named["tool_agent"] = {"tools": ["d:e"]}

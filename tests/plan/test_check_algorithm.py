@@ -97,14 +97,14 @@ def as_they_come(monkeypatch):
         ("actor.use_kl_loss=true scoring.reference.path=./nowhere", "scoring.reference.path"),
         ("scoring.reference.num_gpus=2", "scoring.reference.num_gpus"),
         (
-            "scoring.reference.where=train_workers algorithm.use_kl_in_reward=true actor.use_kl_loss=true",
-            "scoring.reference.where algorithm.use_kl_in_reward actor.use_kl_loss",
+            "scoring.reference.placement=train_workers algorithm.use_kl_in_reward=true actor.use_kl_loss=true",
+            "scoring.reference.placement algorithm.use_kl_in_reward actor.use_kl_loss",
         ),
         (OFFLOADED, "scoring.reference.offload"),
-        (f"{OFFLOADED} scoring.reference.where=replicas", "scoring.reference.offload scoring.reference.where"),
+        (f"{OFFLOADED} scoring.reference.placement=replicas", "scoring.reference.offload scoring.reference.placement"),
         (f"{OFFLOADED} model.lora.rank=4", "scoring.reference.offload model.lora.rank"),
         (
-            "actor.use_kl_loss=true scoring.reference.where=train_workers scoring.reference.offload=true",
+            "actor.use_kl_loss=true scoring.reference.placement=train_workers scoring.reference.offload=true",
             "scoring.reference.offload",
         ),
         (f"{IS}=row", "algorithm.rollout_correction.rollout_is"),

@@ -41,7 +41,6 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
         ({"timeout_s": float("inf")}, "reward.timeout_s"),
         ({"functions": {"acc": {}}}, "reward.functions.acc"),
         ({"functions": {"my part": {}}}, "reward.functions.my"),
-        ({"functions": {"f": {"wieght": 1}}}, "reward.functions.f.wieght"),
         ({"functions": {"f": {"weight": 0}}}, "reward.functions.f.weight"),
         ({"functions": {"f": {"weight": float("nan")}}}, "reward.functions.f.weight"),
         ({"functions": {"f": {"timeout_s": 0}}}, "reward.functions.f.timeout_s"),

@@ -30,6 +30,19 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("agent.hosts=-1", "actor.parallel.expert=0", "trainer.deadlines.rows=-1", "trainer.deadlines.collective=-1"),
+        *("agent.episode_timeout_s=-1", "agent.reset_timeout_s=-1", "rollout.max_num_seqs=0", "rollout.n=0"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("agent.environment=my_game:Game",)])
+def test_a_value_outside_its_bounds_is_one_problem(override: str, more: tuple[str, ...]) -> None:
+    found = refusal(override, *more)
+    assert found.startswith(f"{override} must be ") and "\n" not in found
+
+
 class Mine(Sampler):
     def shares(self, iteration):
         return self.data.source_weights
@@ -41,7 +54,7 @@ class Made(Generator):
 
 WEIGHTS = "data.source_weights.a=1 data.source_weights.b=0.5"
 MADE = f"data.generator={__name__}:Made"
-ALONE = "model.lora.rank=4 model.lora.publish=adapter"
+ALONE = "model.lora.rank=4 model.lora.weight_sync=adapter"
 SPLIT = "rollout.tensor_parallel_size=2 rollout.num_gpus=1"
 GROUPS = "algorithm.filter_groups.enable=true"
 
@@ -63,7 +76,7 @@ GROUPS = "algorithm.filter_groups.enable=true"
         f"{MADE} data.train_files=null trainer.total_training_steps=5",
         f"{GROUPS} algorithm.filter_groups.metric=acc",
         "trainer.max_log_prob_gap=1e-3",
-        f"{ALONE} rollout.update=in_flight algorithm.max_staleness=1 model.lora.target_modules=[q_proj]",
+        f"{ALONE} rollout.weight_update=in_flight algorithm.max_staleness=1 model.lora.target_modules=[q_proj]",
     ],
 )
 def test_what_fits_passes(overrides):
@@ -75,14 +88,14 @@ def test_what_fits_passes(overrides):
     [
         ("model.path=null", "model.path"),
         ("model.lora.path=adapters/one", "model.lora.path"),
-        ("model.lora.publish=adapter", "model.lora.publish"),
-        (f"{ALONE} model.lora.rank=513", "model.lora.rank model.lora.publish"),
+        ("model.lora.weight_sync=adapter", "model.lora.weight_sync"),
+        (f"{ALONE} model.lora.rank=513", "model.lora.rank model.lora.weight_sync"),
         ("model.lora.rank=4 model.lora.target_modules=[]", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.target_modules='*('", "model.lora.target_modules"),
         ("model.lora.rank=4 model.lora.path=nowhere", "model.lora.path"),
         ("trainer.weight_transport=delta", "trainer.weight_transport delta object_store"),
         (f"{ALONE} rollout.engine_kwargs.load_format=dummy", "rollout.engine_kwargs.load_format"),
-        (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "model.lora.publish algorithm.adv_estimator"),
+        (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "model.lora.weight_sync algorithm.adv_estimator"),
         ("model.path=./nowhere", "model.path"),
         ("data.train_files=null", "data.train_files"),
         ("data.val_files=null trainer.test_freq=5", "trainer.test_freq data.val_files"),
@@ -211,13 +224,14 @@ def test_packages_that_are_not_installed(monkeypatch, named):
     named(refusal("trainer.weight_transport=nixl", "trainer.logger=[]"), "trainer.weight_transport=nixl")
     small = "actor.optim.name=adamw_8bit"
     named(refusal(small, "trainer.logger=[]"), f"{small} torchao")
+    named(refusal("model.lora.rank=8", "trainer.logger=[]"), "model.lora.rank=8 peft")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     check(good(small))
     named(
         refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true"), f"{small} actor.fsdp.offload=optimizer"
     )
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
-    named(refusal(*ALONE.split(), "trainer.weight_transport=nixl"), "model.lora.publish trainer.weight_transport")
+    named(refusal(*ALONE.split(), "trainer.weight_transport=nixl"), "model.lora.weight_sync trainer.weight_transport")
 
 
 def test_nixl_needs_memory_that_it_can_register(monkeypatch, named):

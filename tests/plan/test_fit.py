@@ -25,7 +25,7 @@ def test_train_worker_and_engine_on_gpus_of_their_own() -> None:
     """16 GiB of state, and 5 for gathered layers and their gradients; an engine of 2 GiB in half of a GPU."""
     assert found(30) == []
     [worker] = found(23)
-    assert worker.startswith("a train worker needs 21.0 GiB of 23 GiB (Z1), of which an estimate may fill 20.7 GiB")
+    assert worker.startswith("a train worker needs 21.0 GiB of 23 GiB (Z1), and an estimate may fill 20.7 GiB")
     assert found(23, "trainer.num_workers=2") == []
     engine = found(30, "rollout.gpu_memory_utilization=0.05")
     assert len(engine) == 1 and engine[0].startswith("an engine needs 2.0 GiB of each GPU for weights and one sequence")
@@ -37,7 +37,7 @@ def test_both_on_one_gpu() -> None:
     shared = ["rollout.num_gpus=0.4", "trainer.gpus_per_worker=0.6"]
     assert found(60, *shared) == []
     [beside] = found(40, *shared)
-    assert beside.startswith("a train worker beside an engine that never sleeps and an engine need 21.0 GiB + 20.0 GiB")
+    assert beside.startswith("a train worker with an engine that never sleeps and an engine need 21.0 GiB + 20.0 GiB")
     # An engine sleeps while layers are gathered.
     assert found(41, *shared, "rollout.sleep=true") == []
     [between] = found(36, *shared, "rollout.sleep=true")

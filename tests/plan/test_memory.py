@@ -292,7 +292,7 @@ def test_memory_of_a_reference_in_the_train_workers(tmp_path):
     """Its shard is in the type of the computation, and nothing of it has a gradient or is saved."""
     write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
     model = [f"model.path={tmp_path}", *LENGTHS, "actor.use_kl_loss=true"]
-    beside = [*model, "scoring.reference.where=train_workers"]
+    beside = [*model, "scoring.reference.placement=train_workers"]
     alone, found = small(*model).memory, small(*beside).memory
     assert alone and found and "reference" in alone.scorer_weights and not found.scorer_weights
     assert (alone.train_reference, found.train_reference) == (0, (1600 + 64) * 4 // 2)

@@ -108,7 +108,7 @@ def test_a_reference_beside_the_actor_is_divided_as_it_is(tmp_path: Path, named:
     more = ["model.path=owner/model", f"scoring.reference.path={tmp_path}", "actor.use_kl_loss=true"]
     more += ["trainer.num_workers=2", "actor.parallel.tensor=2"]
     assert list(problems(load_config(more))) == []
-    [found] = problems(load_config([*more, "scoring.reference.where=train_workers"]))
+    [found] = problems(load_config([*more, "scoring.reference.placement=train_workers"]))
     named(found, "actor.parallel.tensor num_key_value_heads=3 scoring.reference.path")
 
 

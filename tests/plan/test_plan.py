@@ -70,9 +70,9 @@ def test_episodes_at_once():
     assert small("agent.environment=a:B", "algorithm.max_staleness=1").episodes_per_engine == 6 * 8 * 4
     assert small("agent.environment=a:B", "rollout.chunks_in_flight=1").episodes_per_engine == 8 * 4
     many = ["agent.environment=a:B", "rollout.n=256"]
-    assert any("up to 6,144 episodes at once and plays 4,096 of them" in note for note in small(*many).notes)
+    assert any("up to 6,144 episodes at a time and runs 4,096 of them" in note for note in small(*many).notes)
     few = small("agent.environment=a:B", "agent.max_episodes=50").notes
-    assert any("up to 96 episodes at once and plays 50 of them" in note for note in few)
+    assert any("up to 96 episodes at a time and runs 50 of them" in note for note in few)
     assert "up to 96 episodes at once" in shown("agent.environment=a:B")
     assert "scored by environment or program " in shown("agent.environment=a:B")
     assert "scored by reward " in shown("agent.tools=[a:b]")
@@ -106,7 +106,7 @@ def test_stages_exist_where_something_reads_what_they_write():
     assert names() == plain
     assert names(*PPO) == [*plain[:3], "reference", "value", "train"]
     assert names("actor.use_kl_loss=true") == [*plain[:3], "reference", "train"]
-    assert names("actor.use_kl_loss=true", "scoring.reference.where=train_workers") == plain
+    assert names("actor.use_kl_loss=true", "scoring.reference.placement=train_workers") == plain
     assert names("critic.enable=true") == [*plain[:3], "value", "train"]
     assert names("algorithm.adv_estimator=optimal_token_baseline") == [*plain[:3], "policy", "train"]
 

@@ -22,7 +22,7 @@ BATCH = [
     "actor.ppo_mini_batch_size=256",
 ]
 GPU = GPUS["H100"]
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gpus.md"
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,11 @@ def planned(config: Config, models: Models, gpus: int, gpu: Gpu = GPU) -> Plan |
 
 
 def layout(config: Config) -> str:
-    """Workers and engines, mesh, and what saves memory, as docs/scaling.md abbreviates them."""
+    """Workers and engines, mesh, and what saves memory.
+
+    `8 shared`: workers and engines on the same 8 GPUs; `4 + 2 x 2`: 4 workers, 2 engines of 2 GPUs. `t`, `r`: tensor,
+    replicate. `c`: checkpointing, `o`, `h`: offload of the optimiser or all, `a`: of activations, `L`: adapters.
+    """
     rollout, parallel, model = config.rollout, config.actor.parallel, config.model
     workers, offload = config.trainer.num_workers, config.actor.fsdp.offload
     engines = f"{rollout.num_engines}" + (f" x {rollout.tensor_parallel_size}" * (rollout.tensor_parallel_size > 1))
@@ -59,25 +63,74 @@ def layout(config: Config) -> str:
     return " ".join([*words, saving]).strip()
 
 
-SMALLEST = {"Qwen3-32B": 4, "Qwen2.5-72B": 8, "Qwen3-30B-A3B": 4}
-"""GPUs below which there is nothing to suggest."""
+SUGGESTED = {
+    "Qwen2.5-0.5B": (
+        *("1 shared: 34", "2 shared: 30", "4 shared: 28", "8 shared: 27"),
+        *("16 shared r2: 27", "32 shared r4: 27", "64 shared r8: 27"),
+    ),
+    "Qwen2.5-1.5B": (
+        *("1 shared c: 29", "2 shared: 64", "4 shared: 59", "8 shared: 56"),
+        *("16 shared r2: 56", "32 shared r4: 56", "64 shared r8: 56"),
+    ),
+    "Qwen2.5-7B": (
+        *("1 shared ch: 13", "2 shared co: 41", "4 shared c: 41", "8 shared c: 27"),
+        *("16 shared r2 c: 27", "32 shared r4 c: 27", "64 shared r8 c: 27"),
+    ),
+    "Qwen3-8B": (
+        *("1 shared ch: 14", "2 shared co: 45", "4 shared c: 45", "8 shared c: 30"),
+        *("16 shared r2 c: 30", "32 shared r4 c: 30", "64 shared r8 c: 30"),
+    ),
+    "Qwen3-14B": (
+        *("1 shared ch: 18", "2 shared ch: 18", "4 shared co: 46", "8 shared c: 46"),
+        *("16 shared r2 c: 46", "32 shared r4 c: 46", "64 shared r8 c: 46"),
+    ),
+    "Qwen3-32B": (
+        *("", "", "2 + 1 x 2 ch: 25", "4 + 2 x 2 ch: 25"),
+        *("8 + 4 x 2 co: 56", "16 + 8 x 2 c: 56", "32 + 16 x 2 c: 40"),
+    ),
+    "Qwen2.5-72B": ("", "", "", "4 + 1 x 4 cL: 70", "8 + 2 x 4 ch: 42", "16 + 4 x 4 coa: 56", "32 + 8 x 4 co: 59"),
+    "Qwen3-30B-A3B": (
+        *("", "", "2 + 1 x 2 t2 ch: 9", "4 + 2 x 2 t4 co: 63"),
+        *("8 + 4 x 2 t4 c: 63", "16 + 8 x 2 t4 r2 c: 63", "32 + 16 x 2 t4 r4 c: 63"),
+    ),
+}
+"""Layout and GiB of a train worker for each of `COUNTS`, as `layout` abbreviates them; empty if nothing fits."""
+
+
+def smallest(cells: tuple[str, ...], without: str) -> str:
+    """Return the smallest of `COUNTS` whose cell has no saving of `without`."""
+    fits = [count for count, cell in zip(COUNTS, cells, strict=True) if cell and not set(without) & set(saving(cell))]
+    return str(fits[0]) if fits else f"more than {COUNTS[-1]}"
+
+
+def saving(cell: str) -> str:
+    """Return what saves memory in a cell of `SUGGESTED`."""
+    last = cell.partition(":")[0].split()[-1]
+    return "" if last == "shared" or last[-1].isdigit() else last
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_suggestion_passes_the_plan_and_fits(folders: Path, model: str) -> None:
-    """And stands in the table of docs/scaling.md."""
     config, models = asked(folders, model)
     cells = []
-    for count in COUNTS:
+    for count, expected in zip(COUNTS, SUGGESTED[model], strict=True):
         made = planned(config, models, count)
-        assert (made is None) == (count < SMALLEST.get(model, 1)), count
+        assert (made is None) == (not expected), count
         if made is None:
             cells.append("")
             continue
         assert made.too_large == () and made.gpus <= count and made.memory
         assert place(made.stages, [Node({"CPU": 96, "GPU": min(count, 8)}) for _ in range(-(-count // 8))])
         cells.append(f"{layout(made.config)}: {made.memory.train_peak / GIB:.0f}")
-    assert f"| {model} | {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8").splitlines()
+    assert tuple(cells) == SUGGESTED[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_page_has_the_smallest_numbers_of_gpus(model: str) -> None:
+    cells = SUGGESTED[model]
+    any_, whole = smallest(cells, ""), smallest(cells, "L")
+    first = any_ if any_ == whole else f"{any_} (adapters), {whole}"
+    assert f"| {model} | {first} | {smallest(cells, 'ohL')} |" in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_what_is_printed_can_be_typed(folders: Path) -> None:

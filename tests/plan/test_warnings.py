@@ -13,7 +13,7 @@ KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = f"{KL} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=512"
 ON_GPUS = "trainer.use_gpu=true rollout.num_gpus=1"
 ONE = "rollout.chunk_prompts=1"
-UNREAD = "set, and read by nothing in this run: "
+UNREAD = "set, but not read in this run: "
 TEN = "trainer.total_training_steps=10"
 VALIDATES = "data.val_files=val.parquet"
 ALONE = (
@@ -58,7 +58,7 @@ ALONE = (
         ("algorithm.adv_estimator=turn_grpo", "algorithm.adv_estimator"),
         ("rollout.num_engines=65", "rollout.num_engines | rollout.num_engines"),
         ("rollout.num_engines=3", "rollout.num_engines"),
-        ("rollout.update=in_flight", "rollout.update"),
+        ("rollout.weight_update=in_flight", "rollout.weight_update"),
         ("data.sampler=solve_rate", "data.sampler"),
         (f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=16", "actor.parallel.tensor"),
         (
@@ -111,9 +111,9 @@ def test_what_is_probably_not_meant_is_noted(overrides, keys, named):
         ("algorithm.lam=0.5", "algorithm.lam=0.5"),
         ("actor.policy_loss.dro_beta=0.5", "actor.policy_loss.dro_beta=0.5"),
         ("scoring.reference.path=other/model", "scoring.reference.path=other/model"),
-        ("scoring.reference.where=train_workers", "scoring.reference.where=train_workers"),
+        ("scoring.reference.placement=train_workers", "scoring.reference.placement=train_workers"),
         (
-            "actor.use_kl_loss=true scoring.reference.where=train_workers scoring.reference.num_workers=2 "
+            "actor.use_kl_loss=true scoring.reference.placement=train_workers scoring.reference.num_workers=2 "
             "scoring.reference.max_token_len=20000 scoring.reference.dtype=bfloat16",
             "scoring.reference.num_workers=2, scoring.reference.max_token_len=20000",
         ),

@@ -143,7 +143,7 @@ def test_an_assistants_last_message_is_continued(family, begun, end):
         (
             "chatml",
             [*user("x"), assistant("a", tool_calls=[{"function": {"name": "f", "arguments": {}}}])],
-            "has tool calls, and no results stand behind it",
+            "has tool calls without results",
         ),
         ("headers", [*user("x"), assistant("So ")], "changes its beginning or its end \\('So '\\)"),
         (

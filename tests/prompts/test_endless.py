@@ -126,7 +126,7 @@ class Learning(Sampler):
 
 
 def test_what_learns_from_recorded_rows_is_refused(make: Callable[..., Run]) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match="those that were dropped are not recorded"):
+    with pytest.raises(ValueError, match="dropped groups are not recorded"):
         Endless(make(iterations=2, sampler="tests.prompts.test_endless:Learning"))
 
 

@@ -87,7 +87,9 @@ def test_data_sources_of_each_agent(write, prompt_row):
     limits = row_limits(Config(agent=AgentConfig(named={"calc": {"tools": ["a:b"]}})))["train"]
     assert data_sources(resolve(path, KEY)) == {None: ["s0"], "calc": ["s1", "s2"], "game": ["s3"]}
     assert data_sources(resolve(path, KEY), True, limits.check_agent) == {None: ["s0"], "calc": ["s1", "s2"]}
-    words = r"named\.parquet, row 3 .*`agent_name` is 'game', which is no agent of the config \(.*calc\); declare agent"
+    words = (
+        r"named\.parquet, row 3 .*`agent_name` is 'game', which is not an agent of the config \(.*calc\); declare agent"
+    )
     with pytest.raises(ValueError, match=words):
         data_sources(resolve(path, KEY), False, limits.check_agent)
 

@@ -177,7 +177,7 @@ def test_generated_rows_are_checked_like_others(loader):
     [
         (None, "returned None; give a list of rows"),
         ([5], r"returned \[5\]; give a list of rows"),
-        ([row("x")] * 5, "returned 5 rows where at most 4"),
+        ([row("x")] * 5, "returned 5 rows, more than the 4"),
         (lambda count: [row("x" * 99)], "called 100 times for the prompts of iteration 1 and gave 100 rows, too few"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_state_that_json_cannot_hold(loader):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("mine", "'mine' is no import path"),
+        ("mine", "'mine' is not an import path"),
         ("operator:add", "is not a class derived from .*Generator"),
         (name(Random), r"cannot be made with data.generator_kwargs=\{'least': 1\}"),
     ],

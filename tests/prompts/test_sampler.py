@@ -108,7 +108,7 @@ def test_rows_without_a_source_are_set_aside_wherever_they_stand(sampled, prompt
     [
         (
             {"a": 1, "b": 1, "cc": 1},
-            "gives a share to 'cc', which is no data_source .*nearest is 'c'",
+            "gives a share to 'cc', which is not a data_source .*nearest is 'c'",
         ),
         ({"a": 1, "c": 1}, "gives no share to b"),
         ({"a": 0, "b": 0, "c": 0}, "one of them above 0"),

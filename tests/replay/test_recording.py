@@ -71,7 +71,7 @@ def test_baselines_are_read_only_where_they_are_asked_for(tmp_path: Path, named:
 
 def test_folders_without_rows(tmp_path: Path, named: Named) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(FileNotFoundError, match="holds no training rows"):
+        with pytest.raises(FileNotFoundError, match="has no training rows"):
             Recording(str(folder))
         with pytest.raises(FileNotFoundError) as refused:
             whole_iterations(str(folder), CHUNKS)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.config.reward import CustomRewardConfig, RewardConfig
-from pipeline.reward.functions import ONLY, Function, function_config, functions, limit_of, load
+from pipeline.reward.functions import ONLY, Function, functions, limit_of, load
 from tests.reward.rewards import written
 
 KEY = "reward.custom_reward_function"
@@ -16,23 +16,6 @@ KEY = "reward.custom_reward_function"
 
 def own(path: str, **settings: Any) -> Function:
     return Function("own", "reward.functions.own", 1.0, path, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("x", "reward.functions.f='x' must be a mapping with the keys path, name, kwargs"),
-        ({"wieght": 1}, "there is no key reward.functions.f.wieght; the keys of a reward are path, name"),
-        ({"weight": "1"}, "reward.functions.f.weight='1' does not fit; expected a number"),
-        ({"weight": True}, "reward.functions.f.weight=True does not fit; expected a number"),
-        ({"batch": 1}, "reward.functions.f.batch=1 does not fit; expected true or false"),
-        ({"kwargs": [1]}, r"reward.functions.f.kwargs=\[1\] does not fit; expected a mapping"),
-        ({"path": 3}, "reward.functions.f.path=3 does not fit; expected text or null"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        function_config("f", settings)
 
 
 def test_the_sandbox_has_limits_of_its_own() -> None:
@@ -101,3 +84,9 @@ def test_settings_become_functions_in_their_order() -> None:
     kwargs = {"longest": 200}
     assert b == Function("b", "reward.functions.b", 9, "m", kwargs=kwargs, weight=0.5, batch=True)
     assert a == Function("a", "reward.functions.a", 3, attribute="grade")
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_function_that_is_built_in_and_has_no_signature_is_named(batch: bool) -> None:
+    with pytest.raises(ValueError, match=r"^reward\.functions\.own: max in builtins is built in, and does not say"):
+        load(own("builtins", attribute="max", batch=batch))

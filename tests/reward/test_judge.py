@@ -6,7 +6,6 @@ import importlib
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from openai import OpenAIError
 from pipeline.config.reward import CustomRewardConfig, RewardConfig
 from pipeline.reward.judge import MAX_REPLY, PARSE, compute_score, fill, read_score
 from pipeline.reward.stage import Reward
+from tests.bounds import bounded
 from tests.reward.conftest import Reply
 from tests.reward.rewards import errors, parts, scores, table
 
@@ -118,11 +118,9 @@ def test_which_number_of_a_reply_counts(reply: str, number: float | None) -> Non
 
 
 def test_a_long_reply_is_read_in_no_time() -> None:
-    start = time.process_time()
     for reply in ("Score:" + " " * MAX_REPLY, "Score: 1\nScore: 2" + "*" * MAX_REPLY + "x", "score" * (MAX_REPLY // 5)):
-        with contextlib.suppress(ValueError):
+        with bounded(), contextlib.suppress(ValueError):
             assert read_score(reply, re.compile(PARSE)) is None
-    assert time.process_time() - start < 1
 
 
 def test_a_score_that_cannot_be_is_the_lowest_one(judge: Judge) -> None:
@@ -136,5 +134,7 @@ def test_a_score_that_cannot_be_is_the_lowest_one(judge: Judge) -> None:
 def test_without_the_client_the_run_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     monkeypatch.delitem(sys.modules, "pipeline.reward.judge")
-    with pytest.raises(ImportError, match="the judge needs the package openai .*: pip install openai"):
+    with pytest.raises(
+        ImportError, match="the judge needs the package openai .*: pip install 'slipstream-rl\\[judge\\]'"
+    ):
         importlib.import_module("pipeline.reward.judge")

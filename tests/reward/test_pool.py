@@ -12,7 +12,7 @@ from pipeline.config.reward import RateLimitConfig, RewardConfig
 from pipeline.reward import pool, worker
 from pipeline.reward.functions import functions
 from pipeline.reward.stage import Reward
-from pipeline.reward.worker import Call, RewardWorker
+from pipeline.reward.worker import RewardCall, RewardWorker
 from tests.reward.rewards import GOOD, custom, errors, parts, scores, table
 from tests.reward.test_worker import gone
 
@@ -31,7 +31,7 @@ PREFIX def compute_score(solution_str, **row):
 @pytest.mark.parametrize(("prefix", "wait"), [("", "time.sleep(3600)"), ("async", "await asyncio.sleep(3600)")])
 def test_rows_that_sleep_for_ever_and_rows_that_raise(tmp_path: Path, prefix: str, wait: str) -> None:
     """The right rows fail, and those that sleep do not cost one limit each."""
-    limit = 2.0
+    limit = 4.0
     source = SLEEPS_OR_RAISES.replace("PREFIX ", prefix + " " if prefix else "").replace("WAIT", wait)
     reward = Reward(custom(tmp_path, source, timeout_s=limit))
     reward(table([GOOD]))
@@ -40,7 +40,7 @@ def test_rows_that_sleep_for_ever_and_rows_that_raise(tmp_path: Path, prefix: st
     begun = time.perf_counter()
     result = reward(table(responses))
     seconds = time.perf_counter() - begun
-    expected = {"sleep": "TimeoutError: no score after 2 s", "raise": "RuntimeError: by design (mine.py, line 7)"}
+    expected = {"sleep": "TimeoutError: no score after 4 s", "raise": "RuntimeError: by design (mine.py, line 7)"}
     assert errors(result) == [expected.get(response) for response in responses]
     assert sum(scores(result)) == 600 - 6 - 6
     # One after the other they would take six limits; each that is stuck costs the start of another worker.
@@ -201,11 +201,11 @@ def compute_score(solution_str, **row):
     made = pool.Pool(config)
     (function,) = functions(config)
     monkeypatch.setattr(RewardWorker, "begin", lambda worker, calls: (given.append(len(calls)), begin(worker, calls)))
-    monkeypatch.setattr(Call, "by_rule", True)
+    monkeypatch.setattr(RewardCall, "by_rule", True)
     responses = [str(number) for number in range(200)]
     responses[20:22], responses[120] = ["exit a", "exit b"], "sleep"
     try:
-        answers = made.run([Call(function, [["s", response, None, None]], 1.5) for response in responses])
+        answers = made.run([RewardCall(function, [["s", response, None, None]], 1.5) for response in responses])
     finally:
         made.close()
     for response, ((score, _, error),) in zip(responses, answers, strict=True):

@@ -26,7 +26,7 @@ class Game(Environment):
     def __init__(self, opening="Guess."):
         self.opening = opening
 
-    def open(self, row, seed):
+    def reset(self, row, seed):
         self.number = int(row["ground_truth"])
         return self.opening
 
@@ -314,15 +314,15 @@ def test_the_first_episodes_of_each_agent(config: Config, tokenizer: Any, tmp_pa
     # No prompt is of this one, so that it is only loaded.
     assert "episodes of idle" in lines and "first prompt of idle" not in lines
     config.agent.named["idle"]["kwargs"] = {"openning": "x"}
-    with pytest.raises(ValueError, match=r"agent\.named\.idle\.kwargs do not fit .*game\.py:Game"):
+    with pytest.raises(ValueError, match=r"the agent idle: agent\.kwargs do not fit .*game\.py:Game"):
         dry_episodes(config, tokenizer, named(None), False)
     config.agent.named["idle"] = {"tools": ["mcp: false"]}
     with pytest.raises(
-        ValueError, match=r"^agent\.named\.idle\.tools\[0\]: the MCP server 'false' ended with exit code 1"
+        ValueError, match=r"^the agent idle: agent\.tools\[0\]: the MCP server 'false' ended with exit code 1"
     ):
         dry_episodes(config, tokenizer, named(None), False)
     config.agent.named["idle"] = {"environment": f"{tmp_path}/game.py:Sure"}
-    with pytest.raises(ValueError, match=r"each of the first 1 prompts.*Check agent\.named\.idle\.environment"):
+    with pytest.raises(ValueError, match=r"the agent idle: .*each of the first 1 prompts.*Check agent\.environment"):
         dry_episodes(config, tokenizer, named("idle"), False)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.agent.context import Context
 from pipeline.agent.episode import Episode
+from pipeline.agent.tokens.context import Context
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.generation import Generation

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 def with_lora(publish: str, config: Config) -> None:
-    config.model.lora.rank, config.model.lora.publish = 6, publish
+    config.model.lora.rank, config.model.lora.weight_sync = 6, publish
     if publish == "adapter":
         config.model.lora.target_modules = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
@@ -141,11 +141,11 @@ def test_an_adapter_that_the_engine_cannot_use_is_refused(engine: Any) -> None:
     if engine.publish == "adapter":
         said = engine(refused)
         assert said.startswith("FinalError: the engine cannot use the adapter alone") and "LoRA rank 64" in said
-        assert said.endswith("set model.lora.publish=merged, or other model.lora.target_modules")
+        assert said.endswith("set model.lora.weight_sync=merged, or other model.lora.target_modules")
 
 
 def test_an_adapter_of_a_layer_that_the_engine_lacks_is_refused(engine: Any) -> None:
     if engine.publish == "adapter":
         said = engine(misplaced)
         assert "no place for the adapters of 1 layers, the first model.layers.7.self_attn.q" in said
-        assert said.startswith("FinalError") and "set model.lora.publish=merged" in said
+        assert said.startswith("FinalError") and "set model.lora.weight_sync=merged" in said

@@ -69,7 +69,7 @@ def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout
         made_stage = make("grpo", *tickets)
         made_stage._rollout.sleep = sleep
         (model,) = (part for part in made_stage.args if isinstance(part, ModelConfig))  # type: ignore[attr-defined]
-        model.lora.rank, model.lora.publish = 4, publish
+        model.lora.rank, model.lora.weight_sync = 4, publish
         engine = Recording()
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
         rebuilt = Rollout(*made_stage.args)  # type: ignore[attr-defined]

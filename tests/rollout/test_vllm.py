@@ -323,7 +323,7 @@ async def late(steps: int, version: int) -> pa.Table:
 def in_flight(update_kv: str) -> dict[str, Any]:
     """A chunk of one version, and when it has made some of its tokens, another one of the next version."""
     rollout = place.config.rollout
-    rollout.update, rollout.update_kv, rollout.ignore_eos = "in_flight", update_kv, True
+    rollout.weight_update, rollout.update_kv, rollout.ignore_eos = "in_flight", update_kv, True
     first = place.step()
     place.generate(place.chunk(first))  # the engine has it, and the prompts in its cache
     second = place.step()
@@ -332,7 +332,7 @@ def in_flight(update_kv: str) -> dict[str, Any]:
         return list(await asyncio.gather(place.rollout(place.chunk(first)), late(12, second)))
 
     tables = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
-    rollout.update, rollout.update_kv, rollout.ignore_eos = "between_chunks", "recompute", False
+    rollout.weight_update, rollout.update_kv, rollout.ignore_eos = "between_chunks", "recompute", False
     gaps: dict[str, float] = {}
     for name, table in zip(("old", "new"), tables, strict=True):
         versions = rows.token_versions(table)

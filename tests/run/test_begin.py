@@ -80,7 +80,7 @@ def test_a_cluster_that_never_answers() -> None:
         done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and time.monotonic() - began < 100
     said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"error: RAY_ADDRESS={address}: nothing there has let this driver in for 2 s")
+    assert said.startswith(f"error: RAY_ADDRESS={address}: no answer to this driver for 2 s")
     assert said.endswith("or unset RAY_ADDRESS to start a Ray on this machine")
 
 

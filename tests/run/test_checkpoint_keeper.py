@@ -101,7 +101,7 @@ def test_a_storage_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytes
     saved(keeper, tmp_path, 2)
     begun = time.monotonic()
     keeper.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     released.set()
 
 

@@ -26,10 +26,11 @@ def test_a_cluster_whose_token_is_not_here(tmp_path: Path) -> None:
 def test_workers_have_the_folders_of_the_python_path_by_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may have another working folder than the command; and the source that runs here always comes first."""
+    """They may have another working folder than the command; the source that runs here comes first, the command's
+    folder last."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"src:/lib::{OWN}")
-    assert environment({"A": 1}) == {**ENV, "A": "1", "PYTHONPATH": f"{OWN}:{tmp_path}/src:/lib"}
-    assert environment({"PYTHONPATH": "other"})["PYTHONPATH"] == f"{OWN}:{tmp_path}/other"
+    assert environment({"A": 1}) == {**ENV, "A": "1", "PYTHONPATH": f"{OWN}:{tmp_path}/src:/lib:{tmp_path}"}
+    assert environment({"PYTHONPATH": "other"})["PYTHONPATH"] == f"{OWN}:{tmp_path}/other:{tmp_path}"
     monkeypatch.delenv("PYTHONPATH")
-    assert environment({})["PYTHONPATH"] == str(OWN)
+    assert environment({})["PYTHONPATH"] == f"{OWN}:{tmp_path}"

@@ -5,7 +5,7 @@ from pipeline.storage import checkpoints
 
 
 def test_what_a_run_that_broke_off_can_go_on_with(tmp_path: Path) -> None:
-    assert what_remains(str(tmp_path)) == "There is no checkpoint; the same command begins again"
+    assert what_remains(str(tmp_path)) == "No checkpoint was saved; the same command begins again"
     for iteration, files in ((2, True), (4, False)):
         folder = tmp_path / checkpoints.FOLDER / checkpoints.folder_name(iteration)
         folder.mkdir(parents=True)

@@ -115,7 +115,7 @@ def test_other_files_are_refused_until_they_are_accepted(project: Project, kind:
     assert any(said in note for note in begin.notes) and begin.kept is not None
     [entry] = begin.kept.accepted
     assert entry["behind_iteration"] == 4 and said.split(": ")[1] in next(iter(entry["changed"].values()))
-    assert any("epoch 1, behind prompt 24" in note for note in begin.notes) == (kind == "prompts")
+    assert any("epoch 1, after prompt 24" in note for note in begin.notes) == (kind == "prompts")
     begin.kept.save(project.run)
     again = project.start()
     assert again.notes == [] and again.kept == begin.kept
@@ -177,7 +177,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_note(project: Project) -> No
     change(project, "model")
     begin = project.start()
     assert begin.kept is None and len(begin.notes) == 1
-    assert "kept no fingerprints" in begin.notes[0] and "kept from now on" in begin.notes[0]
+    assert "without fingerprints" in begin.notes[0] and "kept from now on" in begin.notes[0]
     assert begin.fingerprints(project.config()).model.keys() == {"model.path"}
 
 
@@ -282,7 +282,7 @@ def test_a_run_that_was_begun_from_a_policy_goes_on_by_itself(project: Project) 
     begin = new.start()
     assert begin.own is not None and begin.own.iteration == 2 and begin.policy is None
     [note] = begin.notes
-    assert f"trainer.resume={project.run} is not read" in note and "behind iteration 2" in note
+    assert f"trainer.resume={project.run} is ignored" in note and "after iteration 2" in note
 
 
 def test_damaged_fingerprints_are_named(project: Project) -> None:

@@ -33,7 +33,7 @@ def test_the_set_fits(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"torch": "2.12.0"}, "torch 2.12.0 was found where ==2.13.0 is needed"),
+        ({"torch": "2.12.0"}, "torch 2.12.0 was found, but ==2.13.0 is needed"),
         ({"transformers": "5.20.0"}, "transformers 5.20.0"),
         ({"mlflow": "3.18.0"}, "mlflow 3.18.0"),
         ({"ray": None}, "ray is not installed"),

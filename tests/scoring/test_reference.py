@@ -80,7 +80,7 @@ def test_models_that_cannot_be_the_reference(tiny_model: Path, tmp_path: Path) -
     other = other_model(tmp_path / "other", 77)
     with pytest.raises(ValueError, match="scoring.reference.path=.* vocabulary of 77 tokens and model.path=.*"):
         make_stage(tiny_model, path=str(other))
-    with pytest.raises(ValueError, match="scoring.reference.path=.*there is no folder"):
+    with pytest.raises(ValueError, match="scoring.reference.path=.*does not exist"):
         make_stage(tiny_model, path=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="^model.path=.*there is no folder"):
+    with pytest.raises(ValueError, match="^model.path=.*does not exist"):
         make_stage(tmp_path / "nowhere")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from pipeline.agent.forms import joined
+from pipeline.agent.inside.forms import joined
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
@@ -153,7 +153,7 @@ def test_a_number_that_is_none(judge: Path) -> None:
 
 
 def test_models_that_cannot_judge(tiny_model: Path, judge: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"reward\.model\.path.*there is no folder"):
+    with pytest.raises(ValueError, match=r"reward\.model\.path.*does not exist"):
         make_stage(tmp_path / "none")
     with pytest.raises(ValueError, match=r"reward\.model\.path.*jobs\.reward_model"):
         make_stage(tiny_model)

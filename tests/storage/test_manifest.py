@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path: 
     with pytest.raises(Damaged, match="is damaged"):
         find(str(last))
     damage(before)
-    with pytest.raises(ValueError, match=r"04 is damaged: .*02 is damaged: .*There is no whole one before; put"):
+    with pytest.raises(ValueError, match=r"04 is damaged: .*02 is damaged: .*No earlier checkpoint is complete; put"):
         newest(str(tmp_path))
 
 

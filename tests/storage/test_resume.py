@@ -53,7 +53,7 @@ def test_the_same_settings_continue(run):
         "rollout.num_cpus=2",
         "scoring.value.num_workers=2",
         "scoring.reference.max_token_len=99",
-        "scoring.reference.where=train_workers",
+        "scoring.reference.placement=train_workers",
         "scoring.reference.offload=true",
     ],
 )

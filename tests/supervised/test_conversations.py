@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.agent import Call
-from pipeline.agent.bridge import Bridge
+from pipeline.agent.tokens.bridge import Bridge
 from pipeline.config.data import DataConfig
 from pipeline.config.preference import DPODataConfig
 from pipeline.config.supervised import PreferenceDataConfig, SFTDataConfig
@@ -327,7 +327,7 @@ def test_notes_name_columns_and_fields_that_nothing_reads(tokenizer: Any, tmp_pa
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
     encoder = SFTEncoder(tokenizer, SFTDataConfig())
     found = list(notes(encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data), encoder))
-    assert found[0].endswith("f.parquet has columns that nothing reads: system")
+    assert found[0].endswith("f.parquet has columns that are not read: system")
     assert "does not read enable_thinking, which the column 'enable_thinking' gives" in found[1]
     assert "leaves out `name` of messages of role user" in found[2] and len(found) == 3
     rows[0]["messages"][1]["thinking"] = "hm"

@@ -149,7 +149,10 @@ def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
         (pair("a", "a"), "f.parquet, row 0: the columns 'chosen' and 'rejected' are equal"),
         (pair(said("a"), said("b", "user")), "row 0, column 'rejected': the last message is of role 'user'"),
         (pair([*PROMPT, *said("a")], [*PROMPT, *said("b")]), "'chosen': the answer begins with a message of role 'us"),
-        ({"chosen": said("a"), "rejected": said("b")}, "row 0: the columns 'chosen' and 'rejected' have no prompt in"),
+        (
+            {"chosen": said("a"), "rejected": said("b")},
+            "row 0: the columns 'chosen' and 'rejected' do not begin with the same",
+        ),
         ({"prompt": PROMPT, "chosen": "a"}, "f.parquet has no column 'rejected', but prompt, chosen"),
     ],
 )

@@ -251,7 +251,7 @@ def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[Prefer
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_end_is_tried_before_the_first_step(folder: Path) -> None:
-    (folder.parent / "out").write_text("no folder")
+    (folder.parent / "out").write_text("does not exist")
     with pytest.raises(NotSavedError, match="out at the end: it is a file"):
         worker(folder, [pairs()])
     (folder.parent / "out").unlink()

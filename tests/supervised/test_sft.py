@@ -86,7 +86,7 @@ def test_messages_behind_the_last_answer_are_noted(tokenizer: Any) -> None:
     rows = pa.table({"messages": [conversation(1), [*conversation(1), {"role": "user", "content": "Again?"}]]})
     first, second = encoder.encode(rows, ["row 0", "row 1"]).to_pylist()
     assert first == second
-    assert [*encoder.omissions.notes] == ["messages behind the last answer of a conversation are left out"]
+    assert [*encoder.omissions.notes] == ["messages after the last answer of a conversation are left out"]
 
 
 @pytest.mark.parametrize(("behind", "learnt"), [("", 1), ("<|endoftext|>", 1), (" <|im_end|>", 1), ("x<|im_end|>", 3)])
@@ -279,7 +279,7 @@ def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
     else:
         out.rmdir()
         out.parent.rmdir()
-        out.parent.write_text("no folder")
+        out.parent.write_text("does not exist")
     loop = object.__new__(SFTLoop)
     model = ModelConfig(path=str(tiny_model))
     loop.model, loop.tokenizer = load_policy(model), load_tokenizer(model)

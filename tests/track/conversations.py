@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.agent.forms import joined
+from pipeline.agent.inside.forms import joined
 from pipeline.rows import SCHEMA
 from pipeline.track.trajectories import Record
 from tests.recordings import recorded_row

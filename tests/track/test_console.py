@@ -126,6 +126,6 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     console.notice("second")
     assert out.getvalue().splitlines() == [
         "demo: first",
-        f"demo: {log} cannot be written (No space left on device); lines are shown here alone",
+        f"demo: {log} cannot be written (No space left on device); lines are only shown here",
         "demo: second",
     ]

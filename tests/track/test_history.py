@@ -56,6 +56,16 @@ def test_resume_continues_and_drops_iterations_done_again(tmp_path: Path) -> Non
     assert [record["iteration"] for record in resumed.records] == _iterations(path) == [0, 1, 2, 3, 4, 5]
 
 
+def test_metrics_of_an_earlier_version_have_their_current_names(tmp_path: Path) -> None:
+    old = {"iteration": 1, "timing_s/deal": 2.0, "agent/ended/done": 0.5, "val-agent/ended/error": 0.25, "a/ended/b": 1}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(old) + "\n")
+    new = ["iteration", "timing_s/balance", "agent/stop_reason/done", "val-agent/stop_reason/error", "a/ended/b"]
+    assert read_history(path) == [dict(zip(new, old.values(), strict=True))]
+    # A run that goes on has one name for each metric.
+    assert History(path, resume=True).records == [json.loads(path.read_text())] == read_history(path)
+
+
 def test_elapsed_continues_where_the_last_run_stopped_and_a_new_run_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 3, "time": 1.0, "elapsed_s": 500.0}\n')

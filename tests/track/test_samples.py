@@ -57,7 +57,7 @@ def test_failed_rows_are_neither_best_nor_worst(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(run: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no row of uid '0-33'; did you mean 0-3\? There are 0-0, 0-1, 0-2, 0-3"):
         Rows(run).choose(Choice(uid="0-33"))
-    with pytest.raises(ValueError, match="no sample 7 there; there are 0, 1, 2"):
+    with pytest.raises(ValueError, match="no sample 7 of it; there are 0, 1, 2"):
         Rows(run).choose(Choice(sample=7))
     with pytest.raises(FileNotFoundError, match="no rows of iteration 9; there are iterations 1 to 2"):
         Rows(run, 9)

@@ -192,7 +192,7 @@ def test_a_store_without_traces_keeps_no_metrics_back(
     loggers.traces("train", 1, NOW, 4)
     loggers.traces("train", 1, NOW, 0)
     loggers.log(1, NOW, {"a": 1.0})
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 20
     (lacking,) = loggers.finish("finished", 60.0)
     assert "1 were given up (last error: ConnectionError: no traces here)" in lacking
     found = run.client.get_run(run.run_id)

@@ -443,7 +443,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny_model:
     given = storage.run_dir / "given"
     shutil.copytree(folder, given)
     halved(folder)
-    with pytest.raises(FinalError, match=r"000001 is damaged: .*There is no whole one before; put back the files, or"):
+    with pytest.raises(
+        FinalError, match=r"000001 is damaged: .*No earlier checkpoint is complete; put back the files, or"
+    ):
         untouched.restore(storage.run_dir, str(given))
     assert folder.is_dir()
     # One of another run is left as it is.

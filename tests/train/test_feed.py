@@ -34,8 +34,8 @@ def test_whole_iterations_in_chunk_order_then_none() -> None:
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
-        ([block(3, 0), block(3, 1)], r"rows of iterations \[3\] arrived where iteration 2 was expected"),
-        ([block(2, 0), block(3, 1)], r"rows of iterations \[3\] arrived where iteration 2 was expected"),
+        ([block(3, 0), block(3, 1)], r"rows of iterations \[3\] arrived instead of iteration 2"),
+        ([block(2, 0), block(3, 1)], r"rows of iterations \[3\] arrived instead of iteration 2"),
         ([block(2, 0)], "the stream ended inside iteration 2, after 1 chunks"),
     ],
 )

@@ -78,7 +78,7 @@ def test_due_at_each_start_and_not_when_workers_restart(config: Config, actor: A
     first = due(config, actor, tmp_path)
     assert first.due and first.shaking == Shaking(first.plan, settled=False)
     text = first.settle(greeting_of(config, actor, first))
-    assert not first.due and "engine and trainer agree on rows alone, packed beside others, behind a shared" in text
+    assert not first.due and "engine and trainer agree on rows alone, packed with others, after a shared" in text
     record = json.loads((tmp_path / FILE).read_text())
     assert record["start"] == "a" and record["engine"] == "host:1" and record["agrees"] and record["found"] == text
     assert record["way"] == record["first"] == {"attention": "packed", "packed": True, "shared": True}
@@ -102,7 +102,7 @@ def test_another_way_is_taken_and_taken_again_after_a_restart(config: Config, ac
     positions_wrong(actor)
     text = hand.settle(greeting)
     way = Way("packed", True, False)
-    assert "behind a shared prompt" in text and f"With {way} they agree" in text
+    assert "after a shared prompt" in text and f"With {way} they agree" in text
     assert (actor.passes.packed, actor.passes.shared) == (critic.passes.packed, critic.passes.shared) == (True, False)
     assert hand.change == Change("Qwen3Model", way)
     again, other = build_actor(config, CPU, 1), build_critic(config, CPU, 1, actor.mesh)

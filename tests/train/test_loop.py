@@ -147,7 +147,7 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
     rows, stats = loop._update(timings)
     # What is trained and recorded are the rows that were dealt; metrics of whole groups are of those that came.
     assert rows["row"].to_pylist() == [1, 2, 3] and "actor/parts" in stats[0] and stats[1] == {"rows": [10, 20, 30]}
-    assert list(timings) == ["timing_s/gen", "timing_s/deal"]
+    assert list(timings) == ["timing_s/gen", "timing_s/balance"]
     assert log == ["wait 5.0", "add [10, 20]", "wait 5.1", "add [30]", "record 5.1 [10, 20, 30] [-1.5]"]
     parts.clear()
     assert loop._update({}) is None

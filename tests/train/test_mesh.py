@@ -109,7 +109,7 @@ def settings(folder: str, parallel: ParallelConfig) -> Config:
     config.actor.grad_clip = config.critic.grad_clip = CLIP
     # The reference is a second model on the same mesh.
     config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.3
-    config.scoring.reference.where = "train_workers"
+    config.scoring.reference.placement = "train_workers"
     config.model.share_prompts = "never"
     return config
 

@@ -131,7 +131,7 @@ def work(rank: int, folder: str, model: str) -> None:
             actor = build_actor(configured(model, case), CPU, 100)
             save_update(actor, rows_of(name), f"{folder}/{name}-{world}.pt", streamed=world == 2)
         config = test_actor_losses.make_config(model, "vanilla", **OWN_LOSS, ppo_max_token_len_per_gpu=40)
-        config.scoring.reference.where, config.scoring.reference.path = "train_workers", f"{folder}/other"
+        config.scoring.reference.placement, config.scoring.reference.path = "train_workers", f"{folder}/other"
         save_update(build_actor(config, CPU, 100), rows_of(OTHER), f"{folder}/{OTHER}-{world}.pt")
         for name, case in CRITIC.items():
             critic = test_critic.make_critic(test_critic.make_config(model, **case))

@@ -33,9 +33,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other_model(tmp_path_factory.mktemp("other"), 320)
 
 
-def with_reference(config: Config, path: Path | None, where: str = "train_workers") -> Config:
+def with_reference(config: Config, path: Path | None, placement: str = "train_workers") -> Config:
     config.scoring.reference.path = path and str(path)
-    config.scoring.reference.where = where
+    config.scoring.reference.placement = placement
     return config
 
 
@@ -56,7 +56,7 @@ def replica(config: Config) -> Reference:
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("make", [with_kl, adapted, test_online_dpo.make_config])
 def test_updates_are_those_with_the_column_of_a_replica(make, tiny_model: Path, other: Path, dtype: str | None) -> None:
-    configs = [with_reference(make(tiny_model), other, where) for where in ("replicas", "train_workers")]
+    configs = [with_reference(make(tiny_model), other, placement) for placement in ("replicas", "train_workers")]
     for config in configs:
         config.scoring.reference.dtype, config.rollout.temperature = dtype, 0.7
         config.actor.ppo_max_token_len_per_gpu = 40

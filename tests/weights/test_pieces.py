@@ -85,7 +85,7 @@ def work(rank: int, folder: str) -> None:
         shard = pack(named(model), rank, torch.float32, LIMIT, lambda buffer: buffer.tobytes())
         Path(folder, f"{name}-{rank}").write_bytes(pickle.dumps(shard))
     packed = distribute_tensor(torch.randn(8, 6), mesh["tensor"], [_StridedShard(0, split_factor=2)])
-    with pytest.raises(ValueError, match=r"no block of neighbouring rows.*actor\.parallel\.tensor=1"):
+    with pytest.raises(ValueError, match=r"not a block of neighbouring rows.*actor\.parallel\.tensor=1"):
         local_part(packed, rank)
     summand = DTensor.from_local(torch.randn(2, 2), mesh["tensor"], [Partial()])
     with pytest.raises(ValueError, match="only whole numbers can be published"):

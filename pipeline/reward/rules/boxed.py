@@ -73,7 +73,7 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _going_on(content: str, text: str, end: int) -> str:
-    """Return the text after a number's box that changes the number; mostly empty."""
+    """Return the text after a number's box that belongs to the number; empty in most responses."""
     behind = text[end : end + quantity.LONGEST].partition("\n")[0].lstrip("$")
     # Without a blank, any word may follow, since a box separates it from the number.
     parted = f" {behind}" if behind[:1].isalpha() else behind

@@ -25,7 +25,7 @@ _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class AnswerError(ValueError):
-    """The answer is not an expression of the language above."""
+    """Error of an answer that is not an expression of the language above."""
 
 
 def extract_answer(solution_str: str) -> str | None:
@@ -95,7 +95,7 @@ def _operand(left: list[int | str], depth: int) -> Fraction:
     if token == "-":
         return -_operand(left, depth + 1)
     if token != "(":
-        raise AnswerError(f"a number or a bracket is expected where {token!r} stands")
+        raise AnswerError(f"a number or a bracket is expected, not {token!r}")
     value = _expression(left, depth + 1, 0)
     if not left or left.pop() != ")":
         raise AnswerError("a bracket is not closed")

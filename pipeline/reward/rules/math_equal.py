@@ -44,7 +44,7 @@ _FREE = "qwzkvmnpusabcyxtr"  # letters other than constants, functions and diffe
 
 
 class AlgebraError(Exception):
-    """SymPy or the parser failed on an answer, as on `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
+    """Error of SymPy or the parser, on answers such as `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
 
 
 def load_algebra() -> None:

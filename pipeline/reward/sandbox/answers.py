@@ -12,7 +12,7 @@ from pipeline.reward.sandbox.outcome import MAX_REASON, Outcome
 
 
 class Failed(Exception):
-    """A call has no value; the message is the reason in a few words."""
+    """Error of a call without a value. The message is the reason in a few words."""
 
 
 class Answers:

@@ -158,7 +158,7 @@ class _Reader:
         value = self.value(node)
         match node:
             case ast.Tuple([_, *_]) | ast.List([_, *_]) | ast.Set() | ast.Dict([_, *_]):
-                raise Refused("a list or tuple whose truth is asked, which always holds", node)
+                raise Refused("a list or tuple as a condition, which is always true", node)
             case ast.Call(function, given, named) if self.is_call(node):
                 given = [*given, *(keyword.value for keyword in named)]
                 asked = isinstance(function, ast.Attribute) and _name(function.value) != SOLUTION and given

@@ -14,11 +14,11 @@ START = f"import sys; sys.path.append({str(PACKAGE)!r}); from inside.supervisor 
 
 
 class SandboxError(Exception):
-    """The sandbox, not the code in it, failed; the reward is not known."""
+    """Error of the sandbox itself, not of the code in it. The reward is unknown."""
 
 
 def interpreter() -> str:
-    """Return the Python that runs the code: this one, outside of any virtual environment."""
+    """Return the path of the Python that runs the code: this process's, outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 

@@ -14,24 +14,24 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run of a program."""
+    """Result of one run of a program."""
 
     ended: str
-    """`exit`, or the limit that ended it: `time`, `output`, `memory`, `processes`."""
+    """`exit`, or the limit that ended the program: `time`, `output`, `memory`, `processes`."""
     returncode: int | None = None
-    """Exit status, negative for a signal; None where the program did not end by itself."""
+    """Exit status, negative for a signal; None if the program did not end by itself."""
     stdout: str = ""
     stderr: str = ""
-    """What was printed, up to `output_kb`; bytes that are not UTF-8 are replaced."""
+    """Output, up to `output_kb`; bytes that are not UTF-8 are replaced."""
     seconds: float = 0.0
-    """Wall-clock time."""
+    """Wall-clock time in seconds."""
     result: bytes = b""
-    """Of calls: the answers, a line of JSON for each (`inside/driver.py`). They come from the program's process and may
-    be any bytes."""
+    """Answers of calls, a line of JSON for each (`inside/driver.py`). They come from the program's process and may be
+    any bytes."""
 
     @property
     def failure(self) -> str:
-        """Why the program did not run to its end, in a few words; "" if it did."""
+        """Reason for an end before the program was done, in a few words; "" without one."""
         if self.ended in LIMITS:
             return LIMITS[self.ended]
         if self.returncode is None or self.returncode == 0:

@@ -133,7 +133,7 @@ def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: fl
 
 
 class _ServerFailure(Exception):
-    """The server did not run the program. If `final` is set, another try would fail in the same way."""
+    """Error of a server that did not run the program. If `final` is set, a retry would fail in the same way."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -162,7 +162,7 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
         answer = json.loads(received)
         result = answer.get("run_result") or answer.get("compile_result")
     except (ValueError, AttributeError) as error:
-        raise _ServerFailure(f"an answer that is no JSON object: {text!r}") from error
+        raise _ServerFailure(f"an answer that is not a JSON object: {text!r}") from error
     if answer.get("status") not in ("Success", "Failed") or not isinstance(result, dict):
         raise _ServerFailure(f"status {answer.get('status')!r}, message {str(answer.get('message'))[:200]!r}")
     stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")

@@ -81,9 +81,9 @@ def _namespaces() -> str:
     if problem:
         raise SandboxError(
             "reward.sandbox.isolation is auto, but the code of responses cannot be isolated on this machine "
-            f"({problem}). Allow user namespaces (sysctl user.max_user_namespaces, or the container's seccomp profile),"
-            " or set reward.sandbox.url to a SandboxFusion server. isolation=none runs the code with limits alone: it "
-            "can then read all files that this user may"
+            f"({problem}). Allow user namespaces (sysctl user.max_user_namespaces, or the container's seccomp "
+            "profile), or set reward.sandbox.url to a SandboxFusion server. isolation=none runs the code with limits "
+            "only: it can then read all files that this user may read"
         )
     return "namespaces"
 
@@ -131,7 +131,7 @@ def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfi
 
 
 class _Broken(Exception):
-    """The supervisor did not do its work."""
+    """Error of the supervisor: it did not run the tests."""
 
 
 def _next_report(process: subprocess.Popen[bytes], deadline: float, config: SandboxConfig) -> dict[str, Any] | None:

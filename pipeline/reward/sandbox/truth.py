@@ -170,7 +170,7 @@ def _asserts(sources: list[Any], key: str) -> list[Test]:
         except Refused as error:
             raise ValueError(
                 f"{WHERE}: {key}[{i}] cannot be judged: {error}. Write calls of the program's functions with literals, "
-                "compared with values (docs/sandbox.md), or leave the row out"
+                "compared with values (`slipstream docs rewards`), or leave the row out"
             ) from error
         most = MAX_CALCULATED // len(sources) + MAX_GROWTH * len(source)
         tests.append(Test({"kind": "calls", "stdin": "", "calls": list(assertions.calls)}, assertions, most))
@@ -200,7 +200,7 @@ def _arguments(given: Any, key: str) -> Any:
     try:
         return values.pack(given)
     except ValueError as error:
-        raise ValueError(f"{WHERE}: {key} holds a value that JSON has not: {error}") from error
+        raise ValueError(f"{WHERE}: {key} has a value that JSON cannot hold: {error}") from error
 
 
 def _result(wanted: Any) -> Any:

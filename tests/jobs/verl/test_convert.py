@@ -179,11 +179,11 @@ A.F.optimizer_offload=False A.F.param_offload=True critic.fsdp.optimizer_offload
 critic.model.F.optimizer_offload=True -> critic.fsdp.offload=optimizer actor.fsdp.offload=null
 critic.fsdp.offload_policy=True -> critic.fsdp.offload=all
 M.enable_activation_offload=True -> model.activation_offload=true
-A.use_kl_loss=True REF.param_offload=True -> S.where=train_workers S.offload=true S.num_workers=null
-A.use_kl_loss=True REF.param_offload=False -> S.where=null S.offload=null S.num_gpus=0.5
-A.use_kl_loss=True algorithm.use_kl_in_reward=True REF.param_offload=True -> S.where=null S.offload=null
-A.use_kl_loss=True M.lora_rank=8 REF.param_offload=True -> S.where=null S.offload=null
-REF.param_offload=True -> S.where=null S.offload=null
+A.use_kl_loss=True REF.param_offload=True -> S.placement=train_workers S.offload=true S.num_workers=null
+A.use_kl_loss=True REF.param_offload=False -> S.placement=null S.offload=null S.num_gpus=0.5
+A.use_kl_loss=True algorithm.use_kl_in_reward=True REF.param_offload=True -> S.placement=null S.offload=null
+A.use_kl_loss=True M.lora_rank=8 REF.param_offload=True -> S.placement=null S.offload=null
+REF.param_offload=True -> S.placement=null S.offload=null
 trainer.resume_mode=disable trainer.logger=[console,swanlab] -> trainer.resume=never trainer.logger=[console]
 trainer.logger=console trainer.test_freq=0 -> trainer.logger=[console] trainer.test_freq=null
 trainer.experiment_name=a/b trainer.default_local_dir=/out -> trainer.experiment_name=a-b trainer.default_local_dir=/out

@@ -72,8 +72,8 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
         ("actor_rollout_ref.model.lora_rank", "did you mean model.lora.rank?"),
         (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
         (f"{ROLLOUT}.megatron.x", "; of such keys in verl: training uses FSDP2"),
-        ("model.lora.rnk", "there is no key model.lora.rnk; did you mean model.lora.rank?"),
-        ("model.lora.r", "there is no key model.lora.r; the keys of model are path"),
+        ("model.lora.rnk", "the key model.lora.rnk does not exist; did you mean model.lora.rank?"),
+        ("model.lora.r", "the key model.lora.r does not exist; the keys of model.lora are rank"),
         ("data.train_bach_size", "did you mean data.train_batch_size?"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_command_answers_a_key_of_verls_before_it_guesses(
 
     assert exit_code(load) == 2
     said = capsys.readouterr().err
-    assert f"the argument '{key}=1': there is no key {key}" in said and part in said
+    assert f"the argument '{key}=1': " in said and key in said and part in said
 
 
 @pytest.mark.parametrize("job", [train, sft])
@@ -98,7 +98,7 @@ def test_every_command_answers_it(job: Any, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_settings_alone_know_no_key_of_verls() -> None:
     with pytest.raises(
-        UnknownKey, match="there is no key actor_rollout_ref.rollout.n; did you mean rollout.n"
+        UnknownKey, match=r"actor_rollout_ref.rollout.n does not exist; did you mean rollout.n\?"
     ) as caught:
         load_config(["actor_rollout_ref.rollout.n=1"])
     assert (caught.value.where, caught.value.key) == (

@@ -1,6 +1,5 @@
 """The Countdown rule: exact arithmetic against random trees, and answers meant to hurt."""
 
-import time
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.reward.rules import countdown
 from pipeline.reward.rules.countdown import AnswerError, compute_score, evaluate, tokenize
+from tests.bounds import bounded
 
 TRUTH = {"target": 54, "numbers": [3, 7, 25]}
 
@@ -116,10 +116,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_hostile_answers_are_wrong_and_cheap(answer: str) -> None:
-    start = time.process_time()
-    for numbers in ([3, 7, 25], [7, 7, 25]):
-        assert compute_score(f"<answer>{answer}</answer>", {"target": 54, "numbers": numbers})["score"] == 0.1
-    assert time.process_time() - start < 1  # quadratic time would take minutes
+    with bounded():  # quadratic time would take minutes
+        for numbers in ([3, 7, 25], [7, 7, 25]):
+            assert compute_score(f"<answer>{answer}</answer>", {"target": 54, "numbers": numbers})["score"] == 0.1
 
 
 UNUSABLE = [

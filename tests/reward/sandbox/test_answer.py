@@ -1,10 +1,9 @@
 """Where the program of a response is found."""
 
-import time
-
 import pytest
 
 from pipeline.reward.sandbox.answer import extract_code
+from tests.bounds import bounded
 
 CASES = {
     "one block": ("Text\n```python\nprint(1)\n```\nmore", "print(1)\n"),
@@ -40,7 +39,6 @@ def test_extract_code(name: str) -> None:
     "part", ["```python\n", "```", "```\n", "<code>", "</code>", "` ", "\n", "   \t", "``` ", "```\t!"]
 )
 def test_time_is_linear(part: str) -> None:
-    start = time.process_time()
-    extract_code(part * (1_000_000 // len(part)))
-    extract_code("```" + " " * 1_000_000 + "!")
-    assert time.process_time() - start < 5.0
+    with bounded():
+        extract_code(part * (1_000_000 // len(part)))
+        extract_code("```" + " " * 1_000_000 + "!")

@@ -1,7 +1,6 @@
 """Assertions: which can be judged, the calls they need, and what comes of the answers. Nothing is isolated here."""
 
 import json
-import time
 import types
 from typing import Any
 
@@ -12,6 +11,7 @@ from pipeline.reward.sandbox.answers import Answers
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import driver, values
 from pipeline.reward.sandbox.outcome import Outcome
+from tests.bounds import bounded
 
 PROGRAM = """
 import collections, enum, math
@@ -200,8 +200,8 @@ REFUSED = [
     ("assert not same(add(40), 41) and True", "a function of the program that decides"),
     ("assert same(x=[add(40), 41]) == True", "a function of the program that decides"),
     ("assert Stack([40]).holds(41)", "a function of the program that decides"),
-    ("assert (add(1) == 2, 'a message')", "a list or tuple whose truth is asked, which always holds"),
-    ("assert not [add(1)]", "a list or tuple whose truth is asked, which always holds"),
+    ("assert (add(1) == 2, 'a message')", "a list or tuple as a condition, which is always true"),
+    ("assert not [add(1)]", "a list or tuple as a condition, which is always true"),
     ("assert add(len(same('a'))) == 2", "an argument that is calculated from a result"),
     # names
     ("assert LIMIT == add(1)", "the name `LIMIT`"),
@@ -245,11 +245,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("source", "form"), REFUSED)
 def test_what_cannot_be_judged_is_refused_by_name(source: str, form: str) -> None:
-    start = time.process_time()
-    with pytest.raises(Refused) as error:
+    with bounded(), pytest.raises(Refused) as error:
         grammar.read(source)
     assert any(part in str(error.value) for part in form.split("|")), error.value
-    assert len(str(error.value)) < 400 and time.process_time() - start < 1.0
+    assert len(str(error.value)) < 400
 
 
 def test_calls_hold_arguments_alone() -> None:
@@ -269,7 +268,6 @@ def test_all_calls_are_made_whatever_the_first_returned() -> None:
 
 
 def test_a_large_row_is_read_in_time() -> None:
-    start = time.process_time()
     large = str([[i, str(i), float(i)] for i in range(20_000)])
-    assert failure(f"assert same({large}) == {large}") == ""
-    assert time.process_time() - start < 5.0
+    with bounded(60):
+        assert failure(f"assert same({large}) == {large}") == ""

@@ -1,7 +1,6 @@
 """Ground truths of code rows: the forms they have, and which outcomes are right."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.outcome import Outcome
 from pipeline.reward.sandbox.truth import MAX_CALCULATED, read, same_text
+from tests.bounds import bounded
 
 STDIN = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}
 
@@ -57,7 +57,7 @@ def test_all_asserts_of_a_row_share_what_is_read() -> None:
 
 
 def test_one_assert_that_cannot_be_judged_refuses_the_row() -> None:
-    with pytest.raises(ValueError, match=r"\[1\] cannot be judged: `isinstance`.*docs/sandbox\.md") as error:
+    with pytest.raises(ValueError, match=r"\[1\] cannot be judged: `isinstance`.*slipstream docs rewards") as error:
         read(["assert f(1) == 2", "assert isinstance(f(1), int)"])
     assert isinstance(error.value.__cause__, Refused) and error.value.__cause__.form == "`isinstance`"
 
@@ -157,9 +157,8 @@ def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) ->
 )
 def test_a_result_that_is_no_data_is_wrong(text: str) -> None:
     (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [[]]})
-    start = time.process_time()
-    assert test.failure(Outcome("exit", result=text.encode() + b"\n")).startswith("an answer that is ")
-    assert time.process_time() - start < 0.5
+    with bounded():
+        assert test.failure(Outcome("exit", result=text.encode() + b"\n")).startswith("an answer that is ")
 
 
 def test_reasons_of_failures_are_short() -> None:

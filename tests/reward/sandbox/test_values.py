@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import time
 from typing import Any
 
 import numpy
@@ -79,11 +78,9 @@ def test_results_of_earlier_calls_are_read_where_they_are_known() -> None:
 
 def test_keys_of_one_hash_are_few() -> None:
     alike = [number * (2**61 - 1) for number in range(1, 1000)]
-    start = time.process_time()
     for packed in (["s", *map(values.pack, alike)], ["d", *([values.pack(key), 1] for key in alike)]):
         with pytest.raises(ValueError, match="keys with one hash"):
             values.unpack(packed)
-    assert time.process_time() - start < 0.5
     assert values.distinct([1, True, 1.0, -1, -2] * 100) == [1, -1, -2]
 
 

@@ -81,7 +81,7 @@ def _end_like(status: int) -> NoReturn:
 
 
 def fresh_work(size: int) -> None:
-    """Make an empty work folder, in the place of the one before."""
+    """Replace the work folder by an empty one of `size` bytes."""
     libc.umount2(WORK.encode(), _DETACH)  # fails the first time, when there is none
     mount("tmpfs", WORK, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes={max(4096, size >> 14)},mode=777")
 

@@ -38,7 +38,7 @@ STREAMS = 50  # first file descriptor of the job, above the numbers that childre
 
 
 class RunnerEnded(Exception):
-    """The process that waited for the tests has ended."""
+    """End of the process that waits for the tests."""
 
 
 class Supervisor:

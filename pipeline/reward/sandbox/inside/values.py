@@ -71,7 +71,7 @@ def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX
         ValueError, TypeError, KeyError, IndexError: `pack` does not make such `data`.
     """
     if isinstance(data, dict):
-        raise ValueError("a JSON object is no packed value")
+        raise ValueError("a JSON object is not a packed value")
     if not isinstance(data, list):
         return data
     if depth == 0:
@@ -95,7 +95,7 @@ def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX
         return int(rest[0], 16)
     if tag == "r" and results is not None:
         return results[rest[0]]
-    raise ValueError(f"{tag!r} is no tag of a packed value")
+    raise ValueError(f"{tag!r} is not a tag of a packed value")
 
 
 def distinct(keys: Iterable[Any]) -> list[Any]:

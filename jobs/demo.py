@@ -1,0 +1,181 @@
+"""The demo: `python -m jobs.demo [--task TASK] [--seed N] [--algorithm NAME] [key=value ...]`.
+
+It writes prompts, makes a tiny model, teaches it the answer format by supervised training, and trains it by
+reinforcement learning, on two CPU cores. Files go to `data/`, `models/` and `runs/` in the current folder, and a step
+whose files exist is left out.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.command import CONTINUES, called, exit_code, new_parser
+from jobs.entry import command
+from pipeline.config import CONFIG_DIR, load_config
+from pipeline.run.versions import check_versions
+
+COMMAND = Path(__file__).resolve().parents[1] / "slipstream.py"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the demo: the options of the jobs that make its prompts and its model."""
+
+    sft_steps: int
+    """Steps of supervised training."""
+
+    prepare: str = ""
+    """Options of `jobs.prepare`."""
+
+    tiny: str = ""
+    """Options of `jobs.tiny`."""
+
+
+TASKS = {
+    "countdown": Task(
+        400,
+        "--template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000 "
+        "--sft 23000 --sft-test 400 --sft-solution answer",
+    ),
+    "higher_lower": Task(2500, tiny="--digits 2 --hidden 128 --layers 3"),
+    "calculator": Task(600),
+    "lookup": Task(400),
+}
+SFT = (
+    "data.train_batch_size=64 trainer.num_workers=2 optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 "
+    "optim.betas=[0.9,0.98]"
+)
+"""Settings of the supervised training of all tasks."""
+
+EPILOG = """\
+settings:
+  key=value pairs as of python -m jobs.train, laid over the demo's; the experiment of a task is TASK_cpu.
+
+examples:
+  python -m jobs.demo
+  python -m jobs.demo --seed 2 --algorithm ppo
+  python -m jobs.demo --task higher_lower trainer.total_training_steps=20
+
+the same command continues a demo that was interrupted.
+"""
+
+
+class Failed(RuntimeError):
+    """Error of a step that has failed and printed its reason; `code` is its exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"a step ended with exit code {code}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The folders of one demo."""
+
+    task: str
+    seed: int
+    data: Path
+    tiny: Path
+    """Model with random weights."""
+    warm: Path
+    """The same model after supervised training."""
+
+    @classmethod
+    def here(cls, task: str, seed: int) -> "Demo":
+        """Return the demo whose folders lie in the current one."""
+        tag = f"{seed}" if task == "countdown" else f"{task}-{seed}"
+        return cls(task, seed, Path(f"data/{task}-{seed}"), Path(f"models/tiny-{tag}"), Path(f"models/tiny-sft-{tag}"))
+
+    def make_model(self) -> None:
+        """Make the prompts and both models, unless they exist.
+
+        Raises:
+            Failed: a step has failed.
+        """
+        task, sft_data = TASKS[self.task], self.data / "sft_train.parquet"
+        if not sft_data.is_file():
+            step("prepare", self.task, "--out", self.data, *task.prepare.split(), "--seed", self.seed)
+        if not (self.tiny / "config.json").is_file():
+            step("tiny", "--out", self.tiny, "--data", sft_data, "--seed", self.seed, *task.tiny.split())
+        if not (self.warm / "config.json").is_file():
+            files = (f"data.train_files={sft_data}", f"data.val_files={self.data}/sft_test.parquet")
+            steps = f"trainer.total_training_steps={task.sft_steps}"
+            model = (f"out={self.warm}", f"model.path={self.tiny}")
+            step("sft", *model, *files, f"trainer.seed={self.seed}", steps, *SFT.split())
+
+    def settings(self, algorithm: str | None) -> list[str]:
+        """Return the settings of the training by reinforcement learning."""
+        own = f"{self.task}_cpu_{algorithm}"
+        if (CONFIG_DIR / "experiment" / f"{own}.yaml").is_file():
+            # Some algorithms have an experiment of their own; the others are laid over the demo's.
+            experiment = [f"experiment={own}"]
+        else:
+            experiment = [f"experiment={self.task}_cpu", *([f"algorithm={algorithm}"] if algorithm else [])]
+        name = "-".join([self.task.replace("_", "-"), "cpu", str(self.seed), *([algorithm] if algorithm else [])])
+        return [
+            *experiment,
+            f"trainer.seed={self.seed}",
+            f"trainer.experiment_name={name}",
+            f"data.train_files={self.data}/train.parquet",
+            f"data.val_files={self.data}/test.parquet",
+            f"model.path={self.warm}",
+        ]
+
+
+def step(job: str, *arguments: object) -> None:
+    """Run a job in a process of its own, and wait for its end, also when a signal interrupts this process.
+
+    Raises:
+        Failed: its exit code is not 0.
+        KeyboardInterrupt: this process was interrupted.
+    """
+    words = [str(argument) for argument in arguments]
+    print(f"demo: {' '.join([*called(job), *words])}", flush=True)
+    process = subprocess.Popen([sys.executable, str(COMMAND), job, *words])
+    interrupted = False
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            # A terminal has interrupted the job, too, for which signals of one moment are one.
+            interrupted = True
+            process.terminate()
+    if interrupted:
+        raise KeyboardInterrupt
+    if code:
+        raise Failed(code if code > 0 else 128 - code)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code of the first job that fails, else 0."""
+    parser = new_parser("demo", "Train a tiny model on two CPU cores, from an empty folder.", EPILOG)
+    parser.add_argument("--task", choices=TASKS, default="countdown", help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts, model and training (default: %(default)s)")
+    parser.add_argument("--algorithm", metavar="NAME", help="such as ppo, dapo or lora (default: grpo)")
+    parser.add_argument("--only-model", action="store_true", help="stop before the training by reinforcement learning")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+    options = parser.parse_intermixed_args(arguments)
+
+    def run() -> int:
+        check_versions()
+        demo = Demo.here(options.task, options.seed)
+        settings = [*demo.settings(options.algorithm), *options.settings]
+        # A mistake in them is refused before the minutes that the model takes.
+        load_config(settings)
+        try:
+            demo.make_model()
+            if not options.only_model:
+                step("train", *settings)
+        except Failed as failure:
+            return failure.code
+        return 0
+
+    return exit_code(run, interrupted=CONTINUES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Read the documentation: `python -m jobs.docs [NAME]`."""
+
+import difflib
+import pydoc
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jobs.command import called, exit_code, new_parser
+from jobs.entry import command
+
+HERE = Path(__file__).resolve().parent
+EPILOG = """\
+examples:
+  python -m jobs.docs rewards
+  python -m jobs.docs --search sandbox memory
+  python -m jobs.docs kuberay/cpu_demo.yaml > cpu_demo.yaml
+"""
+
+
+def files() -> dict[str, Path]:
+    """Return the pages, examples and manifests by their names, such as `rewards` and `examples/rl_loop.py`."""
+    # Links in a checkout, folders in a wheel.
+    pages, examples = (HERE / "pages").resolve(), (HERE / "examples").resolve()
+    found = {path.stem: path for path in sorted(pages.glob("*.md"))}
+    found |= {path.relative_to(examples.parent).as_posix(): path for path in sorted(examples.rglob("*.py"))}
+    return found | {path.relative_to(HERE).as_posix(): path for path in sorted((HERE / "kuberay").glob("*.yaml"))}
+
+
+def title(path: Path) -> str:
+    """Return the first line of a file, without the signs around it."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].strip('#" ')
+
+
+def search(words: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each section of a page with all `words`, in any case: the page, the heading, its first line
+    with one of them."""
+    wanted = [word.casefold() for word in words]
+    for name, path in files().items():
+        if path.suffix == ".md":
+            for section in re.split(r"^(?=#+ )", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+                if all(word in section.casefold() for word in wanted):
+                    heading, *lines = section.splitlines()
+                    first = next((line for line in lines if any(word in line.casefold() for word in wanted)), "")
+                    yield f"{name}: {heading.strip('# ')}: {first.strip()}".rstrip(": ")
+
+
+def show(name: str) -> None:
+    """Print a file, on a terminal page by page.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    known = files()
+    # A page may be given by its file's name, an example by its last part.
+    name = name.removeprefix("docs/").removesuffix(".md")
+    path = known.get(name) or next((path for path in known.values() if path.name == name), None)
+    if path is None:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"{' '.join(called('docs'))} lists them"
+        raise ValueError(f"the page {name!r} does not exist; {hint}")
+    text = path.read_text(encoding="utf-8")
+    if sys.stdout.isatty():
+        pydoc.pager(text)
+    else:
+        sys.stdout.write(text)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code (0 done, 1 nothing found, 2 no such page)."""
+    parser = new_parser("docs", "Read the documentation; without NAME, list it.", EPILOG)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a page, an example or a manifest")
+    parser.add_argument("--search", nargs="+", metavar="WORD", help="list the sections that have all words")
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        if options.search:
+            found = list(search(options.search))
+            print("\n".join(found) or f"no page has {' '.join(options.search)}")
+            return 0 if found else 1
+        if options.name:
+            show(options.name)
+        else:
+            for name, path in files().items():
+                print(f"{name:<40}{title(path)}")
+        return 0
+
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""The work of an episode's process: it answers the run's requests with the user's code.
+
+This module needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one
+answer for each request, in order:
+
+    {"id": 1, "do": "reset", "row": {...}, "seed": 7}           {"id": 1, "opened": "Guess."}
+    {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
+    {"id": 3, "do": "call", "name": "calc", "arguments": {}}    {"id": 3, "text": "7"}, or {"id": 3, "mistake": "..."}
+    {"id": 4, "do": "close"}                                    {"id": 4, "free": true}
+    {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, ...}, or {"over": ""}
+    {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
+
+and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} if the user's code failed. A running program sends its
+chats as further frames (`chat_client.py`). After a `close` that leaves the process free, `reset` may begin another
+episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from pipeline.agent.inside import chat_client, command
+from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
+from pipeline.agent.inside.interface import Call, Environment, Message, Observation, ToolError
+from pipeline.agent.inside.load import MAX_ERROR, Code
+
+# The bounds of `pipeline/reward/result.py`, which these processes do not have.
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
+MAX_ROLE = 40  # characters
+THREAD_S = 0.2  # seconds until an ended thread is gone
+LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
+"""Signal that requests the place of a process after its deadline."""
+
+
+@dataclass
+class ProgramResult:
+    """The result of a program or a command at the end of its episode."""
+
+    reward: float | None = None
+    """Score of the episode."""
+    rewards: list[float] | None = None
+    """Reward of each answer, in the order of their requests."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Further numbers for metrics."""
+
+
+class Replies:
+    """The episodes of this process, one after the other."""
+
+    def __init__(self, connection: socket.socket, code: Code) -> None:
+        self._connection = connection
+        self._code = code
+        self._environment: Environment | None = None
+        self._loop: Any = None  # the event loop of `async def` methods; made for the first of them
+        self._busy: int | None = None  # the request that the user's code works on
+        self._awaited: Any = None  # the coroutine of `async def` code
+        self._server = ""  # the server that is being connected
+        self._whole = True  # false if a part of a frame has been read
+        self._exit_code = 0  # of a fork that the user's code did not end
+        self._process = os.getpid()
+        # No other process may use the connection: neither a fork nor a program that the user's code starts.
+        connection.set_inheritable(False)
+        os.register_at_fork(after_in_child=connection.close)
+        self._first = _alive()  # threads and children that were there before the first episode
+        signal.signal(LATE, self._late)
+
+    def serve(self) -> None:
+        """Answer requests until the run closes the connection."""
+        while True:
+            request = read(self._connection)
+            if request is None:
+                return
+            if "do" not in request:
+                # The answer to a chat for which the program did not wait.
+                continue
+            self._busy = request["id"]
+            answer = self._answer(request)
+            if os.getpid() != self._process:
+                # A fork that the user's code did not end. The episode is its parent's, and so is the connection.
+                os._exit(self._exit_code)
+            self._busy = None
+            self._connection.sendall(answer)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        """Report the place of the user's code; the run kills the process afterwards."""
+        if self._busy is not None:
+            places = [self._code.place(frame)]
+            coroutine = self._awaited
+            while getattr(coroutine, "cr_frame", None) is not None:
+                # Only this frame counts: its callers are the event loop.
+                places.append(self._code.place(coroutine.cr_frame))
+                coroutine = coroutine.cr_await
+            place = next((place for place in reversed(places) if place), self._server)
+            self._connection.sendall(encode({"id": self._busy, "late": place}))
+
+    def _answer(self, request: dict[str, Any]) -> bytes:
+        number = request["id"]
+        try:
+            answer = getattr(self, f"_{request['do']}")(request)
+        except ToolError as error:
+            if request["do"] == "call":
+                return encode({"id": number, "mistake": cut(text_of(error), MAX_TEXT)})
+            return encode({"id": number, "error": self._code.words(error)})
+        # The user's code may raise anything, `SystemExit` included; its row carries the error, which is counted.
+        except BaseException as error:  # noqa: BLE001
+            self._exit_code = _exit_code(error)
+            if request["do"] == "run" and chat_client.passed_over(error):
+                return encode({"id": number, "over": cut(text_of(error), MAX_ERROR)})
+            return encode({"id": number, "error": self._code.words(error)})
+        try:
+            return encode({"id": number, **answer}, MAX_HEARD)
+        except ValueError as error:
+            return encode(
+                {"id": number, "error": cut(f"ValueError: {self._name(request)} returned {error}", MAX_ERROR)}
+            )
+
+    def _name(self, request: dict[str, Any]) -> str:
+        """Name the part of the user's code that answers a request."""
+        if request["do"] == "call":
+            return f"tool {request['name']}"
+        if request["do"] in ("run", "command"):
+            return "the program"
+        return f"{type(self._environment).__name__}.{request['do']}"
+
+    def _value(self, result: Any) -> Any:
+        """Return the result of a method, awaited if it is `async def`."""
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+            # A fork that goes back to the event loop would take input for this process.
+            os.register_at_fork(after_in_child=partial(self._loop.call_soon, os._exit, 0))
+
+        async def awaited() -> Any:
+            return await result
+
+        self._awaited = result
+        try:
+            return self._loop.run_until_complete(awaited())
+        finally:
+            self._awaited = None
+
+    def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        seed = request["seed"]
+        # All processes come from one, and would draw the same numbers.
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % (1 << 32))
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(seed)
+        for tool in self._code.tools.values():
+            if tool.episode is not None:
+                tool.episode.open(request["row"])
+        for server in self._code.servers:
+            self._server = f" ({server.name})"
+            server.open()
+        self._server = ""
+        if self._code.environment is None:
+            return {"opened": None}
+        self._environment = self._code.environment()
+        content = self._value(self._environment.reset(request["row"], seed))
+        return {"opened": checked_content(content, f"{type(self._environment).__name__}.reset")}
+
+    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._environment is not None
+        message = request["message"]
+        calls = [Call(**call) for call in message.pop("calls")]
+        result = self._value(self._environment.step(Message(calls=calls, **message)))
+        name = f"{type(self._environment).__name__}.step"
+        if isinstance(result, str):
+            result = Observation(result)
+        if not isinstance(result, Observation):
+            raise ValueError(f"{name} returned {_shown(result)}; expected an Observation or a text")
+        return checked(result, name)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        tool = self._code.tools[request["name"]]
+        first = (self._environment,) if tool.method else ()
+        result = self._value(tool.function(*first, **request["arguments"]))
+        if isinstance(result, str):
+            return {"text": cut(result, MAX_TEXT)}
+        try:
+            # Read back as the text of its JSON, without the header of the frame.
+            return {"text": cut(encode(result)[4:].decode(), MAX_TEXT)}
+        except ValueError as error:
+            raise ValueError(f"{self._name(request)} returned {error}") from None
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        number, program = request["id"], self._code.program
+
+        def send(question: dict[str, Any]) -> None:
+            frame = encode({"id": number, **question}, MAX_HEARD)
+            # A frame must not stand within another one.
+            self._busy = None
+            self._connection.sendall(frame)
+            self._busy = number
+
+        async def run() -> Any:
+            assert program is not None
+            asking = chat_client.ChatClient(self._connection, send)
+            try:
+                return await program(request["row"], asking.chat)
+            finally:
+                self._whole = asking.close()
+
+        return vars(returned(self._value(run()), "the program"))
+
+    def _command(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._code.client:
+            return self._client(request)
+        printed = command.run(self._code.command, request["row"], request["variables"])
+        if "failed" in printed:
+            return printed
+        return vars(returned(printed.get("result"), "agent.command"))
+
+    def _client(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call a program that finds the endpoint in the environment."""
+        assert self._code.program is not None
+        os.environ.update(request["variables"])
+        try:
+            result = self._value(self._code.program(request["row"]))
+        # The endpoint may have refused the client because the episode is over; the run knows.
+        except BaseException as error:  # noqa: BLE001
+            self._exit_code = _exit_code(error)
+            return {"failed": self._code.words(error)}
+        return vars(returned(result, "the program"))
+
+    def _close(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._environment is not None:
+            closed: Any = self._environment.close()  # type: ignore[func-returns-value]
+            self._value(closed)
+        for tool in self._code.tools.values():
+            if tool.episode is not None:
+                self._value(tool.episode.close())
+        for server in self._code.servers:
+            server.close()
+        self._environment = None
+        return {"free": self._is_free()}
+
+    def _is_free(self) -> bool:
+        """Return whether the episode has ended wholly: no thread, child, task of the event loop or timer is left."""
+        tasks = self._loop is not None and asyncio.all_tasks(self._loop)
+        timer = any(
+            signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+        )
+        deadline = time.monotonic() + THREAD_S
+        while not _alive() <= self._first:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return self._whole and not tasks and not timer
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that does not catch an exception."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return 0 if code is None else code & 255 if isinstance(code, int) else 1
+
+
+def children() -> list[int]:
+    """List the process ids of the children of this process."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _alive() -> set[int]:
+    """Collect the ids of the threads and of the children of this process."""
+    return {*map(int, os.listdir("/proc/self/task")), *children()}
+
+
+def returned(result: Any, name: str) -> ProgramResult:
+    """Check the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
+
+    Raises:
+        ValueError: the result is something else.
+    """
+    parts = dict(result) if isinstance(result, dict) else {"reward": result}
+    return checked_result(ProgramResult(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
+
+
+def checked_result(result: ProgramResult, name: str) -> ProgramResult:
+    """Check a result, and convert its rewards to floats.
+
+    Raises:
+        ValueError: a field has a wrong type, or a reward is not a finite float32.
+    """
+    rewards: Any = result.rewards
+    if rewards is not None:
+        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+        if not isinstance(rewards, (list, tuple)) or any(value is None for value in rewards):
+            raise ValueError(f"{name} returned rewards of {_shown(rewards)}; expected a list of numbers")
+        rewards = [_reward(value, name, f" (rewards[{place}])") for place, value in enumerate(rewards)]
+    return ProgramResult(_reward(result.reward, name), rewards, _parts(result.parts, name))
+
+
+def checked(observation: Observation, name: str) -> dict[str, Any]:
+    """Check an observation and return its fields.
+
+    Args:
+        name: name of the method that returned the observation.
+
+    Raises:
+        ValueError: a field has a wrong type, or the reward is not a finite float32.
+    """
+    reward, done = _reward(observation.reward, name), observation.done
+    if done not in (True, False):
+        raise ValueError(f"{name} returned done={_shown(done)}; expected True or False")
+    parts, content = _parts(observation.parts, name), checked_content(observation.content, name)
+    return {"content": content, "done": bool(done), "reward": reward, "parts": parts}
+
+
+def _reward(reward: Any, name: str, place: str = "") -> float | None:
+    if reward is None:
+        return None
+    try:
+        if isinstance(reward, (str, bytes)):
+            raise TypeError
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} returned a reward of {_shown(reward)}{place}; expected a number or None") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} returned a reward of {number}{place}; expected a finite number")
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{name} returned a reward of {number}{place}; expected a float32, at most {FLOAT32_MAX:.4g}")
+    return number
+
+
+def _parts(parts: Any, name: str) -> dict[str, Any]:
+    if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
+        raise ValueError(f"{name} returned parts of {_shown(parts)}; expected a dict of numbers by name")
+    for key, value in parts.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if key == "acc" and not isinstance(value, (int, float, type(None))):
+            raise ValueError(
+                f"{name} returned parts with acc={_shown(value)}; expected a number, which validation counts"
+            )
+        if isinstance(value, int) and abs(value) > FLOAT32_MAX:
+            raise ValueError(f"{name} returned parts with {key}={_shown(value)}; expected a number of float32")
+    try:
+        size = len(encode(parts))
+    except ValueError as error:
+        raise ValueError(f"{name} returned {error}") from None
+    if size > MAX_PARTS:
+        raise ValueError(f"{name} returned parts of {size:,} bytes as JSON; at most {MAX_PARTS:,} fit")
+    return parts
+
+
+def checked_content(content: Any, name: str) -> Any:
+    """Check content for the model: a text, messages, or None. Texts longer than an engine reads are cut.
+
+    Raises:
+        ValueError: the content is something else, or has too many messages.
+    """
+    if content is None:
+        return content
+    if isinstance(content, str):
+        return cut(content, MAX_TEXT)
+    wanted = "expected a text, a list of messages {role, content} with texts, or None"
+    if not isinstance(content, list):
+        raise ValueError(f"{name} returned a content of {_shown(content)}; {wanted}")
+    if len(content) > MAX_MESSAGES:
+        raise ValueError(f"{name} returned {len(content):,} messages; at most {MAX_MESSAGES:,} are read")
+    for message in content:
+        fits = isinstance(message, dict) and set(message) == {"role", "content"}
+        if not fits or not all(isinstance(value, str) for value in message.values()) or len(message["role"]) > MAX_ROLE:
+            raise ValueError(f"{name} returned the message {_shown(message)}; {wanted}")
+    most = max(1000, MAX_TEXT // max(1, len(content)))
+    return [message | {"content": cut(message["content"], most)} for message in content]
+
+
+def _shown(value: Any) -> str:
+    """Write a value for a sentence, cut to 200 characters."""
+    try:
+        text = repr(value)
+    # The user's class may have a `__repr__` that fails.
+    except Exception:  # noqa: BLE001
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,242 @@
+"""Hosts: Ray actors that hold the processes of episodes on other nodes than the engines' (`agent.hosts`).
+
+    engine: RemoteProcesses ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode
+
+All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray restarts a host that
+has died, and its episodes begin again on the available hosts (`ray_client.py`). The episodes of an engine that died end
+as soon as Ray reports its death.
+"""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.agent.endpoint.chat_server import Send
+from pipeline.agent.errors import EpisodeFailed, EpisodeLost, PolicyMistake
+from pipeline.agent.inside.chat_client import MAX_CHATS
+from pipeline.agent.inside.interface import Content, EpisodeOver
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import Session
+from pipeline.agent.zygote import LoadedCode
+from pipeline.config.agent import AgentConfig
+from pipeline.config.trainer import TrainerConfig
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+MAX_CALLS = 100_000  # calls that a host works on at once; each open episode has one or two
+EpisodeKey = tuple[str, int]
+"""Key of an episode: the id that its engine has given itself, and a number."""
+CallResult = tuple[Any, Exception | None]
+"""The result of a call, or its error. If a call raised the error itself, Ray would wrap it in an error of its own."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run, for its engines."""
+
+    actors: tuple[Any, ...] = ()
+    fewest: int = 0
+    """Fewest hosts that must have started before an engine begins."""
+    start_s: float = 0.0
+    """Seconds in which these must have started."""
+
+    @classmethod
+    def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":
+        """Request `agent.hosts` hosts from Ray, without waiting for them; without that key, start none."""
+        import ray
+
+        options: dict[str, Any] = {"num_cpus": agent.host_cpus, "label_selector": trainer.placed("agent")}
+        host = ray.remote(Host).options(
+            # Ray does not repeat calls: a new host does not have the old one's episodes.
+            **options,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy="SPREAD",
+        )
+        actors = tuple(host.remote() for _ in range(agent.hosts))
+        return cls(actors, agent.fewest_hosts, trainer.deadlines.engine_start)
+
+    def end(self) -> None:
+        """Kill the hosts, and with them all their processes."""
+        for actor in self.actors:
+            # A dry run has no hosts, and does without the import.
+            import ray
+
+            ray.kill(actor)
+
+
+BESIDE_ENGINES = Hosts()
+"""The hosts of a run without `agent.hosts`: none. Each engine holds the processes of its episodes."""
+
+
+class HostedEpisode:
+    """An episode on a host."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.send: Send | None = None
+        self._request: asyncio.Task[Any] | None = None
+        self._program: asyncio.Queue[CallResult] = asyncio.Queue()  # the program's questions, and at last its result
+        self._room = asyncio.Semaphore(MAX_CHATS)  # for questions that the engine has not fetched
+
+    def begin(self, request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a request of the engine, which `stop` ends."""
+        self._request = asyncio.create_task(request)
+        return self._request
+
+    async def stop(self) -> None:
+        """End the running request: the engine no longer waits for it."""
+        if self._request is not None:
+            self._request.cancel()
+            await asyncio.wait([self._request])
+
+    def run(self, row: dict[str, Any]) -> None:
+        """Start the program."""
+
+        def asked(send: Send) -> AbstractAsyncContextManager[HostedEpisode]:
+            self.send = send
+            return nullcontext(self)
+
+        async def run(session: Session) -> None:
+            self._program.put_nowait(await outcome(session.drive(row, asked)))
+
+        assert self.session is not None
+        self.begin(run(self.session))
+
+    async def take(self, frame: dict[str, Any]) -> None:
+        """Keep a question of the program until the engine fetches it; see `FrameReceiver`."""
+        await self._room.acquire()
+        self._program.put_nowait((frame, None))
+
+    async def next(self) -> CallResult:
+        """Return the next question of the program, a frame, or the program's result."""
+        asked = await self._program.get()
+        if isinstance(asked[0], dict):
+            self._room.release()
+        return asked
+
+
+async def outcome(request: Awaitable[Any]) -> CallResult:
+    """Wait for a request; returns its result, or the error of the episode that it raised."""
+    try:
+        return await request, None
+    except (EpisodeFailed, EpisodeOver, PolicyMistake) as error:
+        return None, error
+    except asyncio.CancelledError:
+        return None, EpisodeFailed("the engine gave up a request of the episode")
+
+
+class Host:
+    """The Ray actor. Methods on an episode return a `CallResult`, with `EpisodeLost` if the host does not know it."""
+
+    def __init__(self) -> None:
+        # Each episode takes a descriptor, and a host may have the episodes of many engines.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._processes: dict[str | None, Processes] = {}
+        self._held: dict[EpisodeKey, HostedEpisode] = {}
+
+    async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, LoadedCode | str]:
+        """Load the files of an agent; returns the host's name, and the loaded user code or the error."""
+        processes = self._processes.setdefault(agent, Processes(config))
+        try:
+            return self.name, await processes.start()
+        except ValueError as refused:
+            return self.name, str(refused)
+
+    async def hold(self) -> None:
+        """Wait forever, so that an engine learns of this host's death by this call."""
+        await asyncio.Event().wait()
+
+    async def watch(self, engine: str, life: "list[ObjectRef]") -> None:
+        """End the episodes of an engine when it has died.
+
+        Args:
+            engine: id of the engine.
+            life: result of the engine's call of `hold`. The engine owns it, so that Ray raises `OwnerDiedError` here.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            await life[0]
+        except RayError:
+            await asyncio.gather(*(self.close(key) for key in list(self._held) if key[0] == engine))
+
+    async def open(
+        self, key: EpisodeKey, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float
+    ) -> CallResult:
+        """Begin an episode; the outcome is the content that the environment's `reset` returned (`Processes.open`)."""
+        processes = self._processes.get(agent)
+        if processes is None:
+            return None, self._unknown()
+        held = self._held[key] = HostedEpisode()
+
+        async def opened() -> Content:
+            held.session = await processes.open(row, seed, timeout_s)
+            return held.session.opened
+
+        return await outcome(held.begin(opened()))
+
+    async def step(self, key: EpisodeKey, *arguments: Any) -> CallResult:
+        """See `Session.step`."""
+        return await self._ask(key, lambda session: session.step(*arguments))
+
+    async def call(self, key: EpisodeKey, *arguments: Any) -> CallResult:
+        """See `Session.call`."""
+        return await self._ask(key, lambda session: session.call(*arguments))
+
+    async def _ask(self, key: EpisodeKey, do: Callable[[Session], Coroutine[Any, Any, Any]]) -> CallResult:
+        held = self._held.get(key)
+        if held is None or held.session is None:
+            return None, self._unknown()
+        return await outcome(held.begin(do(held.session)))
+
+    def _unknown(self) -> EpisodeLost:
+        return EpisodeLost(f"ProcessError: the environment host {self.name} was started again")
+
+    async def run(self, key: EpisodeKey, row: dict[str, Any]) -> CallResult:
+        """Start the program of the episode; returns the first result of `next`."""
+        if key in self._held:
+            self._held[key].run(row)
+        return await self.next(key)
+
+    async def next(self, key: EpisodeKey) -> CallResult:
+        """See `HostedEpisode.next`."""
+        held = self._held.get(key)
+        return (None, self._unknown()) if held is None else await held.next()
+
+    async def answer(self, key: EpisodeKey, frame: dict[str, Any]) -> CallResult:
+        """Send the program the answer to its question."""
+        held = self._held.get(key)
+        if held is not None and held.send is not None:
+            # If the process has ended, its request reports how.
+            with suppress(OSError):
+                await held.send(frame)
+        return None, None
+
+    async def place(self, key: EpisodeKey) -> CallResult:
+        """Return the place of the process; see `Session.place`."""
+        held = self._held.get(key)
+        if held is None or held.session is None:
+            return "", None
+        await held.stop()
+        return await held.session.place(), None
+
+    async def close(self, key: EpisodeKey, well: bool = False) -> CallResult:
+        """End the episode, and wait for its end; see `Session.close`."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            await held.stop()
+            if held.session is not None:
+                await held.session.close(well)
+                assert held.session.closing is not None
+                await held.session.closing
+        return None, None

@@ -1,0 +1,133 @@
+"""One sequence of an episode: the tokens that the engine saw and sampled."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.agent.inside.interface import Call, Message
+from pipeline.generation import Generation
+from pipeline.rows import ANSWER, OBSERVATION
+
+Span = tuple[int, int, float | None]
+"""Kind, number of tokens, and reward of an answer or an observation."""
+
+
+@dataclass
+class Answer:
+    """One answer of the policy."""
+
+    message: Message
+    malformed: str | None
+    """The reason if a tool call in the answer could not be read; else None."""
+    full: bool
+    """True if no token fits after the answer."""
+    prompt_tokens: int = 0
+    """Tokens of the request to the policy."""
+    tokens: int = 0
+    """Tokens of the answer."""
+
+
+@dataclass
+class Context:
+    """A prompt, and the answers and observations after it."""
+
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]]
+    """The conversation as the policy saw it."""
+    chat_format: Any = None
+    """The `ChatFormat` of the context."""
+    heard: list[Any] = field(default_factory=list)
+    """The conversation as the program knows it: long messages are whole."""
+    ids: list[int] = field(default_factory=list)
+    """Tokens after the prompt."""
+    mask: list[int] = field(default_factory=list)
+    """1 if the policy sampled the token and it trains, else 0."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-probs of sampled tokens; 0 for others."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """Policy versions with their numbers of tokens; an observation has the version of the answer before it."""
+    spans: list[Span] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    """Tokens of the last answer."""
+    calls: Sequence[Call] = ()
+    """Tool calls of the last answer."""
+    call_ids: Sequence[str] = ()
+    """Ids of these calls in the program."""
+    text: str = ""
+    """Text of the last answer."""
+    turns: list[int] = field(default_factory=list)
+    """Numbers of the answers, in the order of the episode's requests to the policy."""
+    finish_reason: str = "abort"
+    """Finish reason of the last answer, from the engine."""
+
+    @property
+    def turn(self) -> int:
+        """Number of the last answer; -1 before the first."""
+        return self.turns[-1] if self.turns else -1
+
+    def add_answer(self, generation: Generation) -> None:
+        """Append sampled tokens."""
+        self.answer = generation.token_ids.tolist()
+        self.finish_reason = generation.finish_reason
+        self.ids += self.answer
+        self.log_probs += generation.log_probs.tolist()
+        self.mask += [1] * len(self.answer)
+        for version, tokens in generation.version_runs:
+            self._add_run(version, tokens)
+        self.spans.append((ANSWER, len(self.answer), None))
+
+    def add_observation(self, ids: list[int]) -> None:
+        """Append tokens that the policy did not sample after an answer."""
+        self.ids += ids
+        self.log_probs += [0.0] * len(ids)
+        self.mask += [0] * len(ids)
+        self._add_run(self.runs[-1][0], len(ids))
+        self.spans.append((OBSERVATION, len(ids), None))
+
+    def drop_observation(self, messages: int) -> None:
+        """Remove the observation at the end, and its `messages` last messages."""
+        _, count, _ = self.spans.pop()
+        for values in (self.ids, self.log_probs, self.mask):
+            del values[len(values) - count :]
+        del self.messages[-messages:], self.heard[-messages:]
+        version, tokens = self.runs.pop()
+        self.runs.append((version, tokens - count))
+
+    def set_rewards(self, rewards: Sequence[float | None]) -> None:
+        """Set the rewards of all answers."""
+        answers = [place for place, span in enumerate(self.spans) if span[0] == ANSWER]
+        for place, reward in zip(answers, rewards, strict=True):
+            self.spans[place] = (ANSWER, self.spans[place][1], reward)
+
+    def set_reward(self, reward: float | None, trains: bool) -> None:
+        """Set the reward of the last answer, which must be the last span; without `trains`, mask it out."""
+        kind, count, _ = self.spans[-1]
+        self.spans[-1] = (kind, count, reward)
+        if not trains:
+            self.mask[len(self.mask) - count :] = [0] * count
+
+    def _add_run(self, version: int, tokens: int) -> None:
+        if self.runs and self.runs[-1][0] == version:
+            tokens += self.runs.pop()[1]
+        self.runs.append((version, tokens))
+
+
+def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tuple[Generation, np.ndarray]:
+    """Join the tokens of all contexts into one response; also returns their mask [T] int8.
+
+    Args:
+        contexts: contexts of one episode.
+        finish_reason: finish reason of the last answer.
+        version: policy version of an episode without tokens.
+    """
+    runs = tuple(itertools.chain.from_iterable(context.runs for context in contexts))
+    generation = Generation(
+        np.array([token for context in contexts for token in context.ids], dtype=np.int32),
+        np.array([value for context in contexts for value in context.log_probs], dtype=np.float32),
+        finish_reason,
+        runs or ((version, 0),),
+    )
+    return generation, np.array([bit for context in contexts for bit in context.mask], dtype=np.int8)

@@ -1,0 +1,137 @@
+"""Episodes in turns: the policy answers, an environment, tools, or both reply.
+
+Calls of an answer go to the tools. An answer without calls goes to the environment, and ends the episode if there is
+none. The model reads its mistakes (`Reply.messages`); a failure of the environment raises `EpisodeFailed`.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.agent.conversation import Conversation
+from pipeline.agent.errors import EpisodeFailed, PolicyMistake
+from pipeline.agent.inside.interface import Call, Message
+from pipeline.agent.inside.replies import MAX_PARTS
+from pipeline.agent.player import EpisodeProcess
+from pipeline.agent.tokens.context import Answer
+from pipeline.config.agent import AgentConfig
+
+
+@dataclass
+class Reply:
+    """The reply to an answer."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The next messages that the model reads."""
+    ended: str = ""
+    """The end of the episode, as in the column `ended`; empty if it goes on."""
+    reward: float | None = None
+    """Reward of the answer."""
+    trains: bool = True
+    """False to mask the answer out of the training."""
+
+
+class TurnsPlayer:
+    """The `Player` of an episode with an environment, with tools, or with neither.
+
+    Args:
+        config: the section `agent`.
+        process: the process of the episode's environment and tools; None if there are none.
+        tools: names of the tools that the model may call, with the seconds of one call or None.
+        environment: true if the episode has an environment.
+    """
+
+    def __init__(
+        self, config: AgentConfig, process: EpisodeProcess | None, tools: dict[str, float | None], environment: bool
+    ) -> None:
+        self._config, self._process, self._tools, self._environment = config, process, tools, environment
+        self.messages: list[dict[str, Any]] = []
+        self.parts: dict[str, Any] = {}
+
+    async def play(self, conversation: Conversation, row: dict[str, Any]) -> str:
+        """Take turns until the episode ends; see `Player.play`."""
+        conversation.calls.update(dict.fromkeys(self._tools, 0))
+        first = (self._process.opened if self._process is not None else None) or []
+        if isinstance(first, str):
+            # Many templates write a message of role `tool` only after a call.
+            first = [{"role": "user", "content": first}]
+        context = conversation.begin([*row["prompt"], *first])
+        self.messages = context.messages
+        while True:
+            answer = await conversation.answer(context)
+            last = answer.full or conversation.turns == self._config.max_turns
+            reply = await self._reply(conversation, answer, last)
+            context.set_reward(reply.reward, reply.trains)
+            ended = reply.ended or ("length" if answer.full else "turns" if last else "")
+            following = None if ended else conversation.observe(context, reply.messages)
+            if following is None:
+                # The last reply is for readers of the record; the policy does not read it.
+                unread = [conversation.cut(message) for message in reply.messages] if ended else []
+                self.messages = context.messages + unread
+                return ended or "length"
+            context = following
+            self.messages = context.messages
+
+    async def place(self) -> str:
+        """Return "": each request to the process has a deadline of its own, which names the place."""
+        return ""
+
+    async def close(self, well: bool = False) -> None:
+        """See `Player.close`."""
+        if self._process is not None:
+            await self._process.close(well)
+
+    async def _reply(self, conversation: Conversation, answer: Answer, last: bool) -> Reply:
+        """Reply to an answer; with `last`, no further answer may follow, and calls are not made.
+
+        Raises:
+            EpisodeFailed: the environment or a tool failed.
+        """
+        message = answer.message
+        if answer.malformed is not None:
+            conversation.mistakes["malformed"] += 1
+            if self._config.on_malformed == "end":
+                return Reply(ended="malformed")
+            # A template may write a tool's message only after a call that it answers.
+            reply = [{"role": "user", "content": f"Error: {answer.malformed}"}]
+            return Reply(reply, trains=self._config.on_malformed != "mask")
+        if message.calls:
+            if last:
+                return Reply()
+            return Reply([await self._call(conversation, call, i) for i, call in enumerate(message.calls)])
+        if not self._environment:
+            return Reply(ended="length" if message.truncated else "stop")
+        return await self._step(message)
+
+    async def _step(self, message: Message) -> Reply:
+        assert self._process is not None
+        observation = await self._process.step(message, self._config.step_timeout_s)
+        self.parts |= observation.parts
+        if len(json.dumps(self.parts)) > MAX_PARTS:
+            raise EpisodeFailed(f"the observations of the episode have parts of more than {MAX_PARTS:,} bytes as JSON")
+        content = observation.content
+        if isinstance(content, str):
+            content = [{"role": self._config.observation_role, "content": content}]
+        if not content and not observation.done:
+            raise EpisodeFailed("`step` returned an observation without content that does not end the episode")
+        return Reply(content or [], "done" if observation.done else "", observation.reward)
+
+    async def _call(self, conversation: Conversation, call: Call, number: int) -> dict[str, Any]:
+        """Make a call of an answer, its `number`th; returns the message with its result."""
+        text = await self._result(conversation, call, number)
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+
+    async def _result(self, conversation: Conversation, call: Call, number: int) -> str:
+        if number >= self._config.max_parallel_calls:
+            return f"Error: only {self._config.max_parallel_calls} calls are allowed in one answer."
+        if call.name not in self._tools:
+            conversation.mistakes["unknown"] += 1
+            return f"Error: there is no tool {call.name!r:.80}; the tools are {', '.join(self._tools)}."
+        conversation.calls[call.name] += 1
+        seconds = self._tools[call.name] or self._config.step_timeout_s
+        assert self._process is not None
+        try:
+            return await self._process.call(call.name, call.arguments, seconds)
+        except PolicyMistake as mistake:
+            conversation.mistakes["tool_errors"] += 1
+            return f"Error: {mistake}"
