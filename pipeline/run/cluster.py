@@ -19,7 +19,7 @@ ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # The second half of `pipeline/executor.py`.
+    # The second half of `pipeline/upstream/ray_waits.py`.
     "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
 }
 
@@ -37,6 +37,9 @@ LOCAL_RAY = {
     "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of a Ray that is started on this machine."""
+
+
+HOOK = "worker_process_setup_hook"
 
 
 class Job(JobConfig):
@@ -73,8 +76,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
     }
     if address := joined():
         check_address()
-        # Ray puts an uploaded working directory before `PYTHONPATH`.
-        options["runtime_env"]["worker_process_setup_hook"] = "slipstream.own_first"
+        if HOOK not in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
+            # Ray puts an uploaded working directory before `PYTHONPATH`. A hook of the user's own stays.
+            options["runtime_env"][HOOK] = "slipstream.own_first"
         # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         join(address, options)
