@@ -11,11 +11,11 @@ from ray.data import DataContext, Dataset
 
 from pipeline import stream
 from pipeline.config import Config
-from pipeline.executor import shorten_waits
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.policy_source import StorePolicy
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
+from pipeline.upstream.ray_waits import shorten_waits
 from pipeline.weights.load import checksum
 
 

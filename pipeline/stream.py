@@ -45,7 +45,6 @@ from pipeline.derived import (
 )
 from pipeline.dynamic_sampling.filter import Filter
 from pipeline.dynamic_sampling.ledger import FilterRules
-from pipeline.executor import shorten_waits
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay.stage import Replay
 from pipeline.reward.stage import Reward, SingleReward
@@ -64,6 +63,7 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.threads import compute_threads
 from pipeline.track.trajectories import Record
 from pipeline.track.validation import Validation
+from pipeline.upstream.ray_waits import shorten_waits
 
 SOURCE_CPUS = 0.1
 """Ray CPUs of an actor that mostly waits: the prompt source, the gate, the filter, rate-limited rewards."""

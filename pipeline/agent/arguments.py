@@ -98,7 +98,12 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
 
 
 def whole(schema: Any, value: Any) -> Any:
-    """Arguments that fit a schema, with integers where it says so: a model may write 3.0, which is one in JSON."""
+    """Convert floats to the integers that a schema asks for: a model may write 3.0, which is an integer in JSON.
+
+    Args:
+        schema: JSON schema of the value.
+        value: fits the schema.
+    """
     if not isinstance(schema, dict):
         return value
     if isinstance(value, float) and schema.get("type") == "integer" and value.is_integer():

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.errors import short_reason
 from pipeline.models import adapter
 from pipeline.models.state import tensors
+from pipeline.upstream.peft import switched_off, targets_as_named
 
 if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
@@ -52,7 +52,6 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         return
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
-    from peft.utils import transformers_weight_conversion as conversion
 
     inside = f"{lm.base_model_prefix}."
     names = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and name.startswith(inside)]
@@ -64,10 +63,8 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         )
     # Whole names: peft would also look for the targets outside of the base model.
     settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.chosen(names), bias="none")  # type: ignore[arg-type]
-    # In mixtures of experts peft would take layers called as experts once were, such as a shared expert's, for the
-    # tensor of all experts, whose adapters `published` could not merge.
-    as_named = patch.object(conversion, "convert_peft_config_for_transformers", lambda *args, **options: None)
-    with torch.random.fork_rng(devices=[]), as_named:
+    # `published` could not merge adapters of the tensor of all experts.
+    with torch.random.fork_rng(devices=[]), targets_as_named():
         torch.manual_seed(0)
         try:
             inject_adapter_in_model(settings, lm)
@@ -211,15 +208,9 @@ def _reshard(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Make the model its base within the block. Nothing else changes: peft's own switch would freeze the adapters."""
-    layers: list[Any] = [part for part in model.modules() if hasattr(part, "lora_A")]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
+    """Make the model its base within the block. Nothing else changes."""
+    with switched_off(part for part in model.modules() if hasattr(part, "lora_A")):
         yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 def adapter_state(model: "Pretrained") -> dict[str, Tensor]:

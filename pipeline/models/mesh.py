@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 from pipeline.config.learner import ParallelConfig
+from pipeline.upstream.torch import share_deadline
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,5 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
 def _device_mesh(device: torch.device, shape: tuple[int, int, int], names: tuple[str, str, str]) -> DeviceMesh:
     """Make a mesh of all ranks whose groups wait as long as the whole group does; torch gives them 10 or 30 minutes."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    deadline = _get_default_group()._get_backend(device).options._timeout
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(deadline, group)
+    share_deadline(mesh, device)
     return mesh

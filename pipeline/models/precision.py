@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
+
+from pipeline.upstream.torch import uncast_inputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,7 +31,6 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which
     `Policy` reads itself, have `dtype` during the whole pass.
     """
-    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
     head = getattr(getattr(module, "lm", None), "get_output_embeddings", lambda: None)()
     owners: dict[nn.Module, list[nn.Module]] = {
         part: [part] for part in module.modules() if part is not head and any(True for _ in _floats(part))
@@ -54,21 +53,17 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             owner._parameters.update(kept.pop(owner))
 
     hooks: list[Any] = []
-    policies = [state._mp_policy for state in states]
-    for state in states:
-        # Otherwise FSDP would cast the inputs of its parts.
-        state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
     for part in owners:
         hooks.append(part.register_forward_pre_hook(before, with_kwargs=True))
         # FSDP's own hook, which frees the gathered weights, comes after.
         hooks.append(part.register_forward_hook(after, prepend=True, always_call=True))
     try:
-        yield
+        # Otherwise FSDP would cast the inputs of its parts.
+        with uncast_inputs(module):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
-        for state, policy in zip(states, policies, strict=True):
-            state._mp_policy = policy
 
 
 def _floats(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,25 +10,22 @@
 3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on ranks.
 """
 
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from pipeline.models.mesh import Mesh
 from pipeline.models.tensor_parallel import divide
+from pipeline.upstream import version_of
+from pipeline.upstream.torch import StridedShard
 
 logger = logging.getLogger(__name__)
-
-LOADER = ["model", "state_dict", "checkpoint_files", "load_config"]
-"""First arguments of the private loader of `transformers` that is replaced while a model is read."""
 
 Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
 """Slices by their id, each with the modules that hold it (several if weights are tied) and its name there."""
@@ -59,9 +56,9 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
     if isinstance(parameter, DTensor):
         assert mesh.both is not None and mesh.tensor is not None
         part, ranks, (divided,) = parameter.to_local(), mesh.both, parameter.placements
-        rows = divided.is_shard(0) or (isinstance(divided, _StridedShard) and divided.dim == 0)
+        rows = divided.is_shard(0) or (isinstance(divided, StridedShard) and divided.dim == 0)
         # FSDP cuts the rows that tensor parallelism has dealt, so a rank's rows are not one after the other.
-        placements = [_StridedShard(0, split_factor=mesh.tensor.size()) if rows else Shard(0), divided]
+        placements = [StridedShard(0, split_factor=mesh.tensor.size()) if rows else Shard(0), divided]
     count, _ = Shard.local_shard_size_and_offset(len(part), mesh.shards.size(), mesh.shards.get_local_rank())
     local = torch.empty(count, *part.shape[1:], dtype=parameter.dtype, device="meta")
     shape, stride = parameter.shape, parameter.stride()
@@ -78,21 +75,21 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
     be read without an error. Raises it at once if a tensor group needs slices of an unknown loader.
     """
     from safetensors import safe_open
-    from transformers import PreTrainedModel, __version__, modeling_utils
 
-    read: Any = getattr(PreTrainedModel, "_load_pretrained_model", None)
-    known = read is not None and list(inspect.signature(read).parameters)[:4] == LOADER
-    if not known or not hasattr(modeling_utils, "safe_open"):
+    from pipeline.upstream.transformers import knows_loader, replaced_loader
+
+    if not knows_loader():
+        installed = version_of("transformers")
         if mesh.tensor:
             raise ValueError(
-                f"transformers {__version__} loads weights in a way that actor.parallel.tensor does not know; install "
+                f"{installed} loads weights in a way that actor.parallel.tensor does not know; install "
                 "the version of requirements/"
             )
-        logger.warning("transformers %s loads weights in an unknown way; every rank reads whole weights", __version__)
+        logger.warning("%s loads weights in an unknown way; every rank reads whole weights", installed)
         yield
         return
 
-    def read_slices(model: Any, state: Any, files: list[str], *more: Any, **options: Any) -> Any:
+    def read_slices(read: Any, model: Any, state: Any, files: list[str], *more: Any, **options: Any) -> Any:
         _check_shapes(model, files)
         place(model, mesh)
         return read(model, state, files, *more, **options)
@@ -101,10 +98,7 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
         # If the file were mapped, pages around the slices would stay in memory as long as the slices do.
         return safe_open(file, **options | {"backend": "pread"})
 
-    with (
-        patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_slices)),
-        patch.object(modeling_utils, "safe_open", open_file),
-    ):
+    with replaced_loader(read_slices, open_file=open_file):
         yield
 
 

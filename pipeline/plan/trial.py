@@ -6,7 +6,6 @@ weights that do not match `config.json`, adapters that do not fit, a missing hea
 read.
 """
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
@@ -28,7 +26,6 @@ from pipeline.models.policy import load_lm, load_policy
 from pipeline.models.pretrained import NotLoadedError
 from pipeline.models.quantised import quantisation
 from pipeline.models.reward_model import load_reward_model
-from pipeline.models.slices import LOADER
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.tokenizer_fit import check_vocabulary, vocabulary
 from pipeline.models.value import ValueModel
@@ -56,20 +53,19 @@ def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
     Yields:
         the models, each with the names in its files that it has no place for.
     """
-    from transformers import PreTrainedModel
     from transformers.utils import logging as bars
 
-    read: Any = PreTrainedModel._load_pretrained_model
-    finish: Any = PreTrainedModel._finalize_model_loading
+    from pipeline.upstream.transformers import replaced_loader
+
     nowhere = {"": torch.device("meta")}
     built: list[tuple[Any, set[str]]] = []
 
-    def build(model: Any, state: Any, files: list[str], options: Any, *more: Any, **named: Any) -> Any:
+    def build(read: Any, model: Any, state: Any, files: list[str], options: Any, *more: Any, **named: Any) -> Any:
         shapes = {name: shape for file in files for name, shape in weight_files.tensor_shapes(Path(file)).items()}
         empty = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name, shape in shapes.items()}
         return read(model, empty, None, replace(options, device_map=nowhere), *more, **named)
 
-    def report(model: Any, options: Any, *more: Any) -> Any:
+    def report(finish: Any, model: Any, options: Any, *more: Any) -> Any:
         info = finish(model, replace(options, device_map=nowhere), *more)
         built.append((model, set(info.unexpected_keys)))
         return info
@@ -78,9 +74,8 @@ def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
     level, bar = logger.level, bars.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
     bars.disable_progress_bar()
-    loader, finisher = staticmethod(build), staticmethod(report)
     try:
-        with patch.multiple(PreTrainedModel, _load_pretrained_model=loader, _finalize_model_loading=finisher):
+        with replaced_loader(build, report):
             yield built
     finally:
         logger.setLevel(level)
@@ -95,7 +90,7 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
 
     Raises ValueError if it cannot be loaded.
     """
-    from transformers import PreTrainedModel
+    from pipeline.upstream.transformers import knows_loader
 
     path = model.path or ""
     folder = model_folder(path, key) or weight_files.model_files(path)
@@ -103,8 +98,7 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
         return
     if note := weight_files.note(folder, f"{key}={path}"):
         yield note
-    if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4] != LOADER:
-        # A `transformers` with another loader than the one that is known.
+    if not knows_loader():
         return
     # The kernels of another machine need not be here.
     attention = model.attn_implementation if model.attn_implementation in PLAIN else "eager"

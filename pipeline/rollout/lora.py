@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.config.model import LoraConfig
 from pipeline.errors import FinalError, short_reason
 from pipeline.models import adapter
+from pipeline.upstream.vllm import unused_layers
 from pipeline.weights.load import Shard, fetch, parameters
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -71,6 +72,5 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
 
 def unread(worker: Any) -> set[str]:
     """Return layers whose adapters a vLLM worker has read and does not use: it compares only the ends of names."""
-    manager = worker.model_runner.lora_manager._adapter_manager
-    # It packs the adapters of experts in several forms.
-    return {name for name in manager.get_adapter(ID).loras if name not in manager.modules and ".experts" not in name}
+    # vLLM packs the adapters of experts in several forms.
+    return {name for name in unused_layers(worker, ID) if ".experts" not in name}

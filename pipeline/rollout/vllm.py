@@ -17,6 +17,7 @@ from pipeline.models.weight_files import alone, read_config
 from pipeline.rollout import lora
 from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.sampling import Sampling
+from pipeline.upstream.vllm import steps_begun
 from pipeline.weights.load import BACKEND, Shard, accept, confirm, register
 
 
@@ -102,18 +103,19 @@ def drain(engine: Any) -> list[Any]:
 
     A GPU engine computes one step ahead: without this, tokens of the old weights would be labelled with the new ones.
     """
-    core = engine.engine_core.engine_core
-    if not core.batch_queue:
+    begun = steps_begun(engine)
+    if not begun:
         return []
     from vllm.v1.core.sched.interface import PauseState
 
     outputs: list[Any] = []
-    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
     try:
-        while core.batch_queue:
+        while begun:
             outputs += engine.step()
     finally:
-        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        scheduler.set_pause_state(PauseState.UNPAUSED)
     return outputs
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
-from ray._private import services
 
 from pipeline.errors import NotStarted
-from pipeline.run import apart
+from pipeline.upstream import apart
 
 REACH_S, JOIN_S, START_S = 10.0, 45.0, 150.0
 """Longest waits (s): for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
@@ -147,7 +146,7 @@ def _place(address: str) -> str | None:
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError("an address is HOST:PORT or auto")
-    return services.canonicalize_bootstrap_address(address)
+    return apart.canonical(address)
 
 
 def _reach(place: str | None) -> None:

@@ -19,7 +19,7 @@ ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # The second half of `pipeline/executor.py`.
+    # The second half of `pipeline/upstream/ray_waits.py`.
     "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
 }
 

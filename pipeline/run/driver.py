@@ -28,7 +28,7 @@ from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
 from pipeline.prompts.stage import Schedule
-from pipeline.run import apart, cluster
+from pipeline.run import cluster
 from pipeline.run.begin import gone
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.run.faults import Restarts, sentence
@@ -46,6 +46,7 @@ from pipeline.track.trajectories import read_trajectories
 from pipeline.train import ranks
 from pipeline.train.entry import train_loop
 from pipeline.train.loop_settings import LoopSettings
+from pipeline.upstream import apart
 
 
 @dataclass

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from pipeline.config.trainer import DeadlineConfig
-from pipeline.run import apart
 from pipeline.run.begin import gone
 from pipeline.run.watchdog import Watchdog
 from pipeline.stats import reduce
@@ -39,6 +38,7 @@ from pipeline.store.events import (
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.metrics import without_metric
 from pipeline.track.validation import validation_metrics
+from pipeline.upstream import apart
 
 if TYPE_CHECKING:
     from pipeline.prompts.stage import Schedule

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.models.lora import published
 from pipeline.models.state import is_weight, tensors
 from pipeline.stats import Stat, Stats
+from pipeline.upstream.torch import StridedShard, compute_local_shape_and_global_offset
 from pipeline.weights.checksum import crc
 from pipeline.weights.direct import ALIGNED, PublishedMemory
 from pipeline.weights.load import Piece, Shard
@@ -56,14 +55,14 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
     # FSDP under tensor parallelism cuts what the later dimension of the mesh has cut: those parts are blocks.
     later: Counter[int] = Counter()
     for size, placement in zip(reversed(mesh.shape), reversed(placements), strict=True):
-        if isinstance(placement, _StridedShard) and placement.split_factor != (later[placement.dim] or 1):
+        if isinstance(placement, StridedShard) and placement.split_factor != (later[placement.dim] or 1):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded as {placements}: a rank's part is not a "
                 "block of neighbouring rows or columns, so its weights cannot be published. Tensor parallelism splits "
                 "packed projections (gate and up in one) like this; shard the experts instead (actor.parallel.expert) "
                 "or set actor.parallel.tensor=1"
             )
-        if isinstance(placement, _StridedShard | Sharded):
+        if isinstance(placement, StridedShard | Sharded):
             later[placement.dim] = (later[placement.dim] or 1) * size
         elif not placement.is_replicate():
             raise ValueError(

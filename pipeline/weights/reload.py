@@ -10,6 +10,8 @@ load, and embeddings that are not heads get none.
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from pipeline.upstream.vllm import load_in_place, repack_experts
+
 
 class Reload:
     """Updates of a vLLM model, one after the other.
@@ -29,29 +31,13 @@ class Reload:
 
     def begin(self) -> None:
         """Prepare the model for `load_weights` of all its weights. No request may be computed before `finish`."""
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            _get_original_loader,
-            _place_kernel_tensors,
-            get_layerwise_info,
-        )
 
         self._packed.clear()
         initialize_layerwise_reload(self._model)
-        for module in self._embeddings():
-            info = get_layerwise_info(module)
-            _place_kernel_tensors(module, info)
-            info.reset()
-            for parameter in module.parameters(recurse=False):
-                # vLLM wraps the loader of a bias itself, not of a copy; wrapped, it would take nothing from here on.
-                parameter.weight_loader = _get_original_loader(parameter)
+        load_in_place(self._embeddings())
         if self._on_cpu:
-            for module in self._model.modules():
-                method = getattr(module, "quant_method", None)
-                if isinstance(method, UnquantizedFusedMoEMethod):
-                    # vLLM packs experts for the CPU's kernel when it makes that kernel, and no later ones.
-                    method.moe_kernel = None
+            repack_experts(self._model)
 
     def finish(self, model_config: Any) -> None:
         """Make the model compute with the weights that `load_weights` has got."""

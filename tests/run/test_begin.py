@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from pipeline.errors import NotStarted
-from pipeline.run import apart, begin
+from pipeline.run import begin
+from pipeline.upstream import apart
 
 
 @contextlib.contextmanager
@@ -51,11 +52,11 @@ def test_auto_without_a_cluster_or_with_one_that_is_gone(monkeypatch: pytest.Mon
     def none(address: str) -> str:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setattr(begin.services, "canonicalize_bootstrap_address", none)
+    monkeypatch.setattr(apart.services, "canonicalize_bootstrap_address", none)
     with pytest.raises(ValueError, match=r"^RAY_ADDRESS=auto: .*Could not find any running Ray"):
         begin.join("auto", {})
     # As the file of a head that was killed says.
-    monkeypatch.setattr(begin.services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:9")
+    monkeypatch.setattr(apart.services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:9")
     with pytest.raises(ValueError, match=r"^RAY_ADDRESS=auto: .*Connection refused"):
         begin.join("auto", {})
 
@@ -135,7 +136,7 @@ def test_a_start_that_fails_once_is_tried_again(
 
     def init(**options: Any) -> None:
         # What a start that fails leaves behind.
-        left.append(begin.services.ConsolePopen(["sleep", "600"]))
+        left.append(apart.services.ConsolePopen(["sleep", "600"]))
         if (error := tries.pop(0)) is not None:
             raise error
 
@@ -170,7 +171,7 @@ def test_a_start_that_hangs_is_ended() -> None:
 
 WATCHED = """
 import sys, time, ray
-from pipeline.run import apart, begin
+from pipeline.run import begin; from pipeline.upstream import apart
 begin.LOOK_S, begin.GONE_S = 0.05, 0.2
 ends, shut = float("inf"), time.monotonic() + 0.1
 ray.is_initialized = lambda: True

@@ -9,7 +9,7 @@ import time
 import pytest
 from ray._private import services, utils
 
-from pipeline.run import apart
+from pipeline.upstream import apart
 
 
 def test_processes_of_ray_have_sessions_of_their_own() -> None:
@@ -26,7 +26,7 @@ def test_processes_of_ray_have_sessions_of_their_own() -> None:
 
 def test_processes_of_ray_die_with_the_driver() -> None:
     code = (
-        "import time\nfrom ray._private import services\nfrom pipeline.run import apart\n"
+        "import time\nfrom ray._private import services\nfrom pipeline.upstream import apart\n"
         "with apart.apart():\n    info = services.start_ray_process(['sleep', '600'], 'raylet', fate_share=True)\n"
         "print(info.process.pid, flush=True)\ntime.sleep(600)"
     )
@@ -69,7 +69,7 @@ def test_another_ray_starts_as_it_does_by_itself(
 
 def test_sigterm_keeps_its_handler_though_ray_replaces_it_in_c() -> None:
     code = (
-        "import ctypes, os, signal, time\nfrom pipeline.run import apart\nfrom pipeline.run.signals import stops\n"
+        "import ctypes, os, signal, time\nfrom pipeline.upstream import apart\nfrom pipeline.run.signals import stops\n"
         "with stops() as received:\n    with apart.apart():\n"
         "        ctypes.CDLL(None).signal(signal.SIGTERM, None)\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(60)\n"

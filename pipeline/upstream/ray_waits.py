@@ -3,8 +3,8 @@
 The loop calls `ray.wait` for all of its tasks with a timeout of a tenth of a second. In this stream some task always
 waits, for a policy version or for its turn, so every step of a chunk would cost that tenth. Each look takes about 1 ms
 of CPU, which engines and trainer lack on a small machine: the timeout is short while blocks move from stage to stage,
-and grows while none does. Ray Data has no setting for it, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S` of
-ray/data/_internal/execution/streaming_executor_state.py (https://github.com/ray-project/ray, Ray 2.60). If another
+and grows while none does. Ray Data (2.60) has no setting for it, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S`
+of ray/data/_internal/execution/streaming_executor_state.py: https://github.com/ray-project/ray/issues/42377. If another
 version of Ray lacks it, a warning is printed once and the stream runs at stock speed.
 
 The second half is the environment variable `RAY_DATA_METADATA_PREFETCH_ON_THREAD=0` (`pipeline/run/cluster.py`).

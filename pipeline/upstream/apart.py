@@ -2,12 +2,13 @@
 
 `timeout`, batch systems and terminals signal a whole process group. Ray 2.60 starts its processes in the group of the
 driver, and its GCS ends at once at SIGTERM, so the driver could not save any more. `start_ray_process` of
-ray/_private/services.py (https://github.com/ray-project/ray) has no setting for it, so the class that starts processes
-is replaced while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. If another Ray lacks the class, Ray
+ray/_private/services.py has no setting for it (no issue was found), so the class that starts processes is replaced
+while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. If another Ray lacks the class, Ray
 starts in its own way, and a warning is printed.
 
 `ray.init` also replaces the handler of SIGTERM: in Python by one that exits without saving, and in its C++ by one that
-prints a trace and aborts. Both are undone here.
+prints a trace and aborts. Both are undone here: https://github.com/ray-project/ray/issues/17308,
+https://github.com/ray-project/ray/pull/64830.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from typing import Any
 
 import ray._private.services as services
 import ray._private.utils as utils
+
+from pipeline.upstream import private
 
 CLASS, HANDLER = "ConsolePopen", "set_sigterm_handler"
 VITAL = ("gcs_server", "raylet")
@@ -72,3 +75,15 @@ def dead() -> str | None:
         if program in VITAL and process.poll() is not None:
             return program
     return None
+
+
+def canonical(address: str) -> str:
+    """Return `address` as Ray's own `host:port`; Ray resolves `auto` and `local` by no public function.
+
+    No issue was found for it (`canonicalize_bootstrap_address`).
+
+    Raises:
+        ImportError: this Ray has no such function.
+    """
+    resolved: str = private(services, "canonicalize_bootstrap_address", "ray")(address)
+    return resolved

@@ -1,0 +1,65 @@
+"""Private interfaces of torch (2.13)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.tensor._utils
+import torch.utils._python_dispatch
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import placement_types
+
+from pipeline.upstream import private, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+else:
+    # The placement that FSDP gives weights which tensor parallelism has cut before. No issue was found for it.
+    StridedShard = private(placement_types, "_StridedShard", "torch")
+    compute_local_shape_and_global_offset = private(
+        torch.distributed.tensor._utils, "compute_local_shape_and_global_offset", "torch"
+    )
+
+
+def share_deadline(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let collectives of the groups of `mesh` wait as long as those of the whole group.
+
+    `init_device_mesh` takes no timeout: https://github.com/pytorch/pytorch/issues/119613
+
+    Raises:
+        ImportError: this torch has no such private functions.
+    """
+    whole = private(distributed_c10d, "_get_default_group", "torch")()
+    deadline = private(private(whole, "_get_backend", "torch")(device), "options._timeout", "torch")
+    set_deadline = private(distributed_c10d, "_set_pg_timeout", "torch")
+    for group in mesh.get_all_groups():
+        set_deadline(deadline, group)
+
+
+@contextmanager
+def uncast_inputs(module: nn.Module) -> Iterator[None]:
+    """Leave inputs of the parts of `module` that FSDP shards in their own types within the block.
+
+    `fully_shard` fixes this once: https://github.com/pytorch/pytorch/issues/146130
+
+    Raises:
+        ImportError: the state of this torch's FSDP has another form.
+    """
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    states: list[Any] = [private(part, "_get_fsdp_state", "torch")() for part in parts]
+    policies = [private(state, "_mp_policy", "torch") for state in states]
+    if any(not hasattr(policy, "cast_forward_inputs") for policy in policies):
+        raise ImportError(f"{version_of('torch')} casts inputs in an unknown way; install the version of requirements/")
+    for state, policy in zip(states, policies, strict=True):
+        state._mp_policy = replace(policy, cast_forward_inputs=False)
+    try:
+        yield
+    finally:
+        for state, policy in zip(states, policies, strict=True):
+            state._mp_policy = policy
