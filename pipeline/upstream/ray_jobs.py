@@ -2,25 +2,25 @@
 
 Ray (2.60) puts the driver's current folder at the beginning of `sys.path` of all workers, before `PYTHONPATH`
 (https://github.com/ray-project/ray/pull/28140), so a folder of the user named `pipeline` would take our place. It does
-not for a job with a working directory, and asks `JobConfig` for that.
+not for a job with a working directory, which a method of `JobConfig` decides.
 """
 
 from ray.job_config import JobConfig
 
 from pipeline.upstream import private
 
-ASKED = "_runtime_env_has_working_dir"
+DECIDES = "_runtime_env_has_working_dir"
 
 
 class Job(JobConfig):
     """The settings of such a job. `PYTHONPATH` has the current folder, after Slipstream's (`run/cluster.py`).
 
     Raises:
-        ImportError: this Ray asks in another way.
+        ImportError: this Ray has no such method.
     """
 
     def __init__(self) -> None:
-        private(JobConfig, ASKED, "ray")
+        private(JobConfig, DECIDES, "ray")
         super().__init__()
 
     def _runtime_env_has_working_dir(self) -> bool:

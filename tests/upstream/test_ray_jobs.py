@@ -3,7 +3,7 @@
 import pytest
 from ray.job_config import JobConfig
 
-from pipeline.upstream.ray_jobs import ASKED, Job
+from pipeline.upstream.ray_jobs import DECIDES, Job
 
 
 def test_ray_is_answered_that_there_is_a_working_directory() -> None:
@@ -16,6 +16,6 @@ def test_ray_is_answered_that_there_is_a_working_directory() -> None:
 
 
 def test_another_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(JobConfig, ASKED)
-    with pytest.raises(ImportError, match=ASKED):
+    monkeypatch.delattr(JobConfig, DECIDES)
+    with pytest.raises(ImportError, match=DECIDES):
         Job()
