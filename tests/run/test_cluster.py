@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.job_config import JobConfig
 
 import slipstream
 from pipeline.run import cluster
-from pipeline.run.cluster import ENV, HOOK, Job, environment
+from pipeline.run.cluster import ENV, HOOK, environment
+from pipeline.upstream.ray_jobs import Job
 
 OWN = Path(__file__).resolve().parents[2]
 
@@ -38,13 +38,6 @@ def test_workers_have_the_folders_of_the_python_path_by_their_place(
     assert environment({"PYTHONPATH": "other"})["PYTHONPATH"] == f"{OWN}:{tmp_path}/other:{tmp_path}"
     monkeypatch.delenv("PYTHONPATH")
     assert environment({})["PYTHONPATH"] == f"{OWN}:{tmp_path}"
-
-
-def test_workers_do_not_look_into_the_current_folder_first() -> None:
-    """Ray puts it there for a job without a working directory."""
-    job = Job()
-    job.set_runtime_env({"env_vars": {}})
-    assert job._runtime_env_has_working_dir() and not JobConfig()._runtime_env_has_working_dir()
 
 
 def test_workers_of_a_submitted_job_look_into_its_folder_after_slipstreams(monkeypatch: pytest.MonkeyPatch) -> None:
