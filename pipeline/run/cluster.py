@@ -39,7 +39,7 @@ LOCAL_RAY = {
 """Environment of a Ray that is started on this machine."""
 
 
-class Job(JobConfig):
+class RayJobConfig(JobConfig):
     """The settings of a Ray job whose workers do not look into the current folder first, as Ray's own would.
 
     `PYTHONPATH` has the current folder (`environment`), after Slipstream's.
@@ -69,7 +69,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
-        "job_config": Job(),
+        "job_config": RayJobConfig(),
     }
     if address := joined():
         check_address()

@@ -27,7 +27,7 @@ def replaced_loader(
 ) -> Iterator[None]:
     """Replace the loader that `from_pretrained` calls within the block.
 
-    A rank shall read its own slices, and a trial none. transformers reads slices for its own parallelism alone:
+    A rank shall read its own slices, and a trial none. transformers reads slices only for its own parallelism:
     https://github.com/huggingface/transformers/pull/45028
 
     Args:

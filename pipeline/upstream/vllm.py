@@ -31,7 +31,7 @@ def load_in_place(modules: Iterable[Any]) -> None:
 
 
 def repack_experts(model: Any) -> None:
-    """Let the next load pack experts for the CPU's kernel again; vLLM packs them when it makes the kernel alone.
+    """Let the next load pack experts for the CPU's kernel again; vLLM packs them only when it makes the kernel.
 
     No issue was found for it (`UnquantizedFusedMoEMethod.moe_kernel`).
 
@@ -50,7 +50,7 @@ def repack_experts(model: Any) -> None:
 def unused_layers(worker: Any, adapter: int) -> set[str]:
     """Return the layers for which a worker holds weights of an adapter, and which its model does not have.
 
-    `add_lora` compares only the ends of names, and says nothing of the others. No issue was found for it
+    `add_lora` compares only the ends of names, and does not report the others. No issue was found for it
     (`LoRAModelManager.modules`).
 
     Raises:
