@@ -70,7 +70,7 @@ class DataConfig:
     """Options of the generator."""
 
     max_bad_rows: int = setting(0, at_least=0)
-    """Limit of unusable prompts ([which](your_data.md#unusable-rows)). Up to this number they are set aside in
+    """Limit of unusable prompts ([which](data.md#unusable-rows)). Up to this number they are set aside in
     `quarantine/`; one more ends the run."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -207,7 +207,7 @@ def test_generators_that_cannot_be_made(path, message):
 
 
 def test_the_classes_of_the_documentation_work(loader, tmp_path, monkeypatch, prompt_row):
-    page = (Path(__file__).parents[2] / "docs" / "your_data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     classes = [block for block in blocks if "class EasyFirst" in block or "class Sums" in block]
     assert len(classes) == 2
