@@ -49,6 +49,16 @@ def complain(error: str) -> None:
     Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
 
 
+def message(error: Exception) -> str:
+    """Return the message of an error. An unknown key that verl has is answered from the tables of verl's keys."""
+    from jobs.verl.keys import answer
+    from pipeline.config import UnknownKey
+
+    if isinstance(error, UnknownKey) and (hint := answer(error.key)):
+        return f"{error.where}: {hint}"
+    return str(error)
+
+
 def exit_code(
     run: Callable[[], int | None], failed: tuple[type[Exception], ...] = (), interrupted: str = "interrupted"
 ) -> int:
@@ -65,7 +75,7 @@ def exit_code(
         complain(str(error))
         return 1
     except (ValueError, OSError, ImportError, VersionError) as error:
-        complain(str(error))
+        complain(message(error))
         return 2
     except KeyboardInterrupt:
         complain(interrupted)

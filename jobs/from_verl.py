@@ -3,7 +3,7 @@
     python -m jobs.from_verl run_qwen2_7b.sh --out configs/experiment/qwen2_7b.yaml
     python -m jobs.train --dry-run experiment=qwen2_7b
 
-The script is read, not run, unless `--run` is given. See `slipstream docs from_verl`.
+The script runs in a sandbox, with recorders in place of programs. See `slipstream docs from_verl`.
 """
 
 import os
@@ -21,10 +21,8 @@ from jobs.command import called, new_parser
 from jobs.entry import command
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal
-from jobs.verl.recorder import record
-from jobs.verl.script import Script
+from jobs.verl.recorder import Recording, ScriptError, record
 from jobs.verl.state import State
-from jobs.verl.words import ScriptError
 from pipeline.config import ConfigError, load_config
 from pipeline.config.paths import local_path, without_scheme
 from pipeline.plan.checks import check
@@ -65,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="let bash run the script, with recorders in place of python3, ray, torchrun, uv and most other programs",
+        help="run scripts that you trust with limits alone if this machine allows no sandbox",
     )
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -101,41 +99,43 @@ def read(sources: list[str], run: bool = False) -> Settings:
     Raises:
         OSError, ScriptError: a script cannot be read (for certain), or does not start PPO training.
     """
-    variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
+    variables = {"PWD": os.getcwd()} | {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
     variables |= {match[1]: match[2] for match in map(_VARIABLE.fullmatch, sources) if match}
-    script, settings = Script(variables), Settings()
-    for source in sources:
-        path = Path(source)
-        if "=" in source and not path.is_file():
-            settings.add([] if _VARIABLE.fullmatch(source) else [source])
-            continue
-        if not path.is_file():
-            raise OSError(f"there is no script {source}; give a file, or settings of verl as key=value")
+    texts = {source: _script(source) for source in sources if os.path.isfile(source) or "=" not in source}
+    paths = {source: str(Path(source).resolve()) for source in texts}
+    names = ", ".join(Path(source).name for source in texts)
+    settings = Settings()
+    recordings: dict[str, Recording] = {}
+    if texts:
         try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ScriptError(f"{source} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
-        before = len(script.commands)
-        try:
-            if run:
-                script.commands += record(path, variables)
-            else:
-                script.read(text, str(path.resolve()))
+            made = record({paths[source]: text for source, text in texts.items()}, variables, run)
         except ScriptError as error:
-            raise ScriptError(
-                f"{path.name}, {error}{'' if run else '; --run lets bash decide (see --help)'}"
-            ) from error
-        launch(script.commands[before:], path.name, settings, script)
-    settings.cannot += script.notes
+            raise ScriptError(f"{names}, {error}") from error
+        recordings = dict(zip(texts, made, strict=True))
+    for source in sources:
+        if source in recordings:
+            launch(recordings[source], Path(source).name, settings)
+        elif not _VARIABLE.fullmatch(source):
+            settings.add([source])
     if not settings.settings:
-        for source in filter(os.path.isfile, sources):
-            if named := re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", Path(source).read_text(encoding="utf-8")):
-                raise ScriptError(f"{source} ends before it starts {named[1]}{refusal(named[1])}")
+        for source, text in texts.items():
+            if named := re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text):
+                why = refusal(named[1]) or f": {recordings[source].error}".removesuffix(": ")
+                raise ScriptError(f"{source} ends before it starts {named[1]}{why}")
         raise ScriptError(
             f"no settings of verl found in {', '.join(sources)}; expected a command such as "
             "`python3 -m verl.trainer.main_ppo data.train_files=...`, or key=value arguments"
         )
     return settings
+
+
+def _script(source: str) -> str:
+    if not os.path.isfile(source):
+        raise OSError(f"there is no script {source}; give a file, or settings of verl as key=value")
+    try:
+        return Path(source).read_text(encoding="utf-8").replace("\r\n", "\n").replace("\0", "")
+    except UnicodeDecodeError as error:
+        raise ScriptError(f"{source} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 def render(conversion: State, source: str, out: Path | None = None) -> str:

@@ -1,4 +1,4 @@
-"""verl's settings as ours."""
+"""The conversion of verl's settings into our settings."""
 
 import re
 from collections.abc import Mapping
@@ -6,17 +6,17 @@ from typing import Any, get_args
 
 import yaml
 
+from jobs.verl.keys import RENAMED, RULED, SECTIONS, reason
 from jobs.verl.launch import Setting
 from jobs.verl.rules import RULES
 from jobs.verl.state import OURS, Left, State
-from pipeline.config.verl_keys import RENAMED, RULED, SECTIONS, reason
 
 _TARGETS = dict(RENAMED)
 _WORDS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of mappings by dotted names."""
+    """Flatten a tree of mappings: values by dotted names."""
     result: dict[str, Any] = {}
     for name, value in tree.items():
         result |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -44,12 +44,12 @@ trainer: {project_name: verl_examples, experiment_name: gsm8k, total_epochs: 30,
           test_freq: -1, save_freq: -1, logger: [console, wandb], resume: auto}
 """)
 )
-"""verl's defaults under our names. Those that differ from ours are written out, so that the run means the same. Left
-out are placeholders (files, model), and keys of speed, memory and disk."""
+"""verl's defaults under our names. Defaults that differ from ours are written out, so that the run means the same. The
+table leaves out placeholders (files, model) and keys of speed, memory and disk."""
 
 
 def convert(settings: Mapping[str, Setting], name: str | None = None) -> State:
-    """Our settings for a run that means the same.
+    """Return our settings for a run that means the same.
 
     Args:
         settings: what verl is given, by key.
@@ -78,7 +78,7 @@ def convert(settings: Mapping[str, Setting], name: str | None = None) -> State:
 
 
 def _rename(state: State, key: str, ours: str, value: Any) -> None:
-    # null is verl's word for "not given"; where ours may be null it is so by default.
+    # null is verl's word for "not given"; a key of ours that may be null is null by default.
     if value is None:
         if type(None) not in (OURS[ours].type, *get_args(OURS[ours].type)) and OURS[ours].type is not Any:
             state.leave(key, f"null is no value of {ours}, which keeps its default", cannot=True)
@@ -110,7 +110,7 @@ def _open(state: State, key: str, inner: str, ours: str, value: Any) -> None:
 
 
 def _finish(state: State) -> None:
-    """Put our keys in order, and divide verl's into those that were converted and those that were left."""
+    """Put our keys in order, and list verl's keys that were converted, and the keys that were left."""
     state.values = {ours: state.values[ours] for ours in OURS if ours in state.values}
     state.defaults &= state.values.keys()
     for key, setting in state.settings.items():

@@ -1,4 +1,4 @@
-"""How verl's GPUs are shared out: the rules of `rules.py` that say what a GPU holds and computes."""
+"""Rules for GPUs: how verl's are shared out here, and what each holds."""
 
 import math
 
@@ -32,7 +32,7 @@ def offload(state: State) -> None:
 
 
 def engines(state: State) -> None:
-    """An engine has GPUs of one node."""
+    """Give an engine no more GPUs than a node has."""
     size, node = state.get("rollout.tensor_parallel_size"), state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE)
     if size != 1 and not 1 <= size <= node:
         state.drop("rollout.tensor_parallel_size")
@@ -44,7 +44,7 @@ def engines(state: State) -> None:
 
 
 def all_gpus(state: State) -> int:
-    """GPUs of all nodes."""
+    """Return the number of GPUs of all nodes."""
     return state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE) * state.whole("trainer.nnodes", _NODES)
 
 
@@ -67,7 +67,7 @@ def devices(state: State) -> None:
     counts = range(sequence, gpus // 2 + 1, sequence)
     workers = max((count for count in counts if mini % count == 0), default=sequence)
     rest = gpus - workers
-    # A replica makes one forward pass where a worker makes a forward pass and a training step.
+    # A replica makes one forward pass; meanwhile a worker makes one and a training step.
     replicas = max(1, rest // 4) if pools else 0
     engine_count = max(1, (rest - replicas) // split)
     if pools:

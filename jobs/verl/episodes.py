@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
+from jobs.verl.keys import RULED
 from jobs.verl.state import State
-from pipeline.config.verl_keys import RULED
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
@@ -29,7 +29,7 @@ _UNUSED = "nothing here takes turns: there are no tools and no interaction, or t
 
 
 def episodes(state: State) -> None:
-    """Turns with tools or an interaction, where verl is given them."""
+    """Convert turns with tools or an interaction, if verl is given them."""
     tools = []
     for name in _TOOLS:
         path = state.given.get(f"{_TURNS}.{name}")
@@ -64,14 +64,14 @@ def episodes(state: State) -> None:
 
 
 def _leave(state: State) -> None:
-    """Say of all keys of turns that nothing reads them."""
+    """Leave all keys of turns, because nothing reads them."""
     for key in state.given:
         if key in RULED and key.startswith((f"{_TURNS}.", _LOOP)) and key not in state.reasons:
             state.leave(key, _UNUSED)
 
 
 def _interaction(state: State) -> tuple[str, dict[str, Any]] | None:
-    """Class and arguments of the only interaction in verl's file."""
+    """Return class and arguments of the only interaction in verl's file."""
     given = state.given.get(_INTERACTION)
     if not given:
         return None
@@ -90,7 +90,7 @@ def _interaction(state: State) -> tuple[str, dict[str, Any]] | None:
 
 
 def _limits(state: State) -> None:
-    """Turns of an episode. verl counts replies, too: behind the last one stands one more answer."""
+    """Set the turns of an episode. verl counts replies, too: one more answer follows the last reply."""
     answers, replies = (state.whole(f"{_TURNS}.max_{who}_turns", 0) for who in ("assistant", "user"))
     most = min((limit for limit in (answers, replies and replies + 1) if limit), default=_MOST_TURNS)
     state.set("agent.max_turns", most)
@@ -99,7 +99,7 @@ def _limits(state: State) -> None:
 
 
 def _replies(state: State) -> None:
-    """The length of a reply."""
+    """Set the length of a reply."""
     most = state.whole(f"{_TURNS}.max_tool_response_length", 256)
     state.set("agent.max_observation_tokens", max(most, 8))
     state.notes.append(f"agent.max_observation_tokens={max(most, 8)} counts tokens, where verl counts characters")
@@ -109,7 +109,7 @@ def _replies(state: State) -> None:
 
 
 def _calls(state: State) -> None:
-    """How tools are called."""
+    """Set the format of calls of tools, and the calls of an answer."""
     parallel = f"{_TURNS}.max_parallel_calls"
     state.set("agent.max_parallel_calls", state.whole(parallel, 1) or 1)
     written = f"{_TURNS}.format"

@@ -1,16 +1,15 @@
 """The command that starts verl, and its settings as verl reads them: with Hydra's own grammar."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from jobs.verl.script import Command
-from jobs.verl.words import ScriptError, Words
-from pipeline.config.verl_keys import SECTIONS
+from jobs.verl.keys import SECTIONS
+from jobs.verl.recorder import Command, Recording, ScriptError
 
 _PPO = re.compile(r"(.*\.)?(verl\.trainer\.main_ppo(_sync)?|recipe\.dapo\.(src\.)?main_dapo)")
 _ASYNC = re.compile(r".*\b(one_step_off_policy|fully_async_policy)\.\w*main\w*")
@@ -22,7 +21,7 @@ _OTHERS = {
     "eval": "an evaluation, for which there is jobs.evaluate",
     "merge": "an export of checkpoints, for which there is jobs.export",
 }
-"""What other programs of verl do, by a part of their name."""
+"""Purposes of other programs of verl, by a part of their names."""
 
 _FIRST_SETTING = re.compile(r"[+~]{0,2}(actor_rollout_ref|data|critic|algorithm|trainer|reward\w*)\.[\w.]+=")
 _SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
@@ -41,43 +40,43 @@ class Setting:
     """The value as it is written."""
     value: Any = None
     problem: str | None = None
-    """Why the value cannot be converted; None where it is known."""
+    """The reason why the value cannot be converted; None if it can."""
 
 
 @dataclass
 class Settings:
-    """All that verl is given; of equal keys the last one counts."""
+    """All settings that verl is given. The last one of equal keys counts."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     cannot: list[str] = field(default_factory=list)
-    """What may hold settings that are not known."""
+    """Sentences about arguments and files that may hold settings."""
     notes: list[str] = field(default_factory=list)
 
-    def add(self, arguments: Iterable[str], script: Words | None = None) -> None:
-        """Take the settings out of arguments, in which `script` marks what it does not know."""
+    def add(self, arguments: Iterable[str], unknown: Mapping[str, str] | None = None) -> None:
+        """Add the settings in `arguments`. `unknown` has the reason why the value of an argument is not known."""
         parser = OverridesParser.create()
         option = ""
         for argument in arguments:
-            shown, unknown = (script.shown(argument), script.why(argument)) if script else (argument, [])
-            match = _SETTING.fullmatch(shown)
-            named = _OPTION.fullmatch(f"{option}={shown}" if option else shown)
+            reason = (unknown or {}).get(argument)
+            match = _SETTING.fullmatch(argument)
+            named = _OPTION.fullmatch(f"{option}={argument}" if option else argument)
             option = named[1] if named and named[2] is None else ""
             if named:
                 if named[2] not in (*_DEFAULT_FILES, None):
                     self.cannot.append(f"{named[0]}: the settings in a file of verl's are not read; give them by key")
             elif match and (match[3] is not None or match[1] == "~"):
-                problem = f"its value is not known: {'; '.join(unknown)}" if unknown else None
-                for setting in _read(parser, shown, match, problem):
+                problem = f"its value is not known: {reason}" if reason else None
+                for setting in _read(parser, argument, match, problem):
                     # A key that is given again moves to its new place.
                     self.settings.pop(setting.key, None)
                     self.settings[setting.key] = setting
-            elif unknown:
-                self.cannot.append(f"{shown} may hold settings that are not known: {'; '.join(unknown)}")
+            elif reason:
+                self.cannot.append(f"{argument} may hold settings that are not known: {reason}")
             else:
-                self.cannot.append(f"{shown} is no setting of the form key=value")
+                self.cannot.append(f"{argument} is not a setting of the form key=value")
 
 
-def launch(commands: list[Command], source: str, settings: Settings, script: Words) -> None:
+def launch(recording: Recording, source: str, settings: Settings) -> None:
     """Add the settings of the command in `source` that starts PPO training.
 
     Raises:
@@ -85,13 +84,12 @@ def launch(commands: list[Command], source: str, settings: Settings, script: Wor
     """
     starts: list[tuple[Command, str, list[str]]] = []
     others: list[tuple[Command, str]] = []
-    for command in commands:
+    for command in recording.commands:
         program, arguments = _program(command.arguments)
-        program = script.shown(program)
         if _FIRST_SETTING.match(command.arguments[0]):
             settings.notes.append(
                 "a comment or a missing backslash ends the command above, so verl does not see "
-                f"{script.shown(' '.join(command.arguments))} in {source}{_line(command)}"
+                f"{' '.join(command.arguments)} in {source}{_line(command)}"
             )
         elif any(_FIRST_SETTING.match(argument) for argument in command.arguments) or _VERL.fullmatch(program):
             if _PPO.fullmatch(program) or _ASYNC.fullmatch(program):
@@ -100,21 +98,23 @@ def launch(commands: list[Command], source: str, settings: Settings, script: Wor
                 others.append((command, program))
     if not starts and others:
         command, program = others[0]
-        raise ScriptError(f"{source}{_line(command)}{refusal(program, script.shown(command.arguments[0]))}")
+        raise ScriptError(f"{source}{_line(command)}{refusal(program, command.arguments[0])}")
     for command, _, _ in starts:
         if command.doubt:
-            raise ScriptError(
-                f"{source}, line {command.line}: verl is started in a branch of line {command.doubt} that only a run "
-                "decides; give the variables that it depends on as NAME=VALUE, or use --run"
-            )
-    for _, program, arguments in starts[:1]:
-        settings.add(arguments, script)
+            raise ScriptError(f"{source}{_line(command)}: it is not known whether verl is started: {command.doubt}")
+    for command, program, arguments in starts[:1]:
+        settings.add(arguments, command.unknown)
+        for text, reason in command.more.items():
+            named = f"{text} may be a setting, too" if "=" in text else "more settings may follow"
+            settings.cannot.append(f"{named}: {reason}")
         if _ASYNC.fullmatch(program):
             settings.notes.append(
                 f"{program} generates ahead; here algorithm.max_staleness and rollout.weight_update do that"
             )
     for command, program, _ in starts[1:]:
         settings.cannot.append(f"{source} starts {program} again{_line(command)}, which is not converted")
+    settings.cannot += [f"{source}, {missing}" for missing in recording.missing]
+    settings.notes += [f"{source}: {note}" for note in recording.notes]
     for command, program in others:
         settings.notes.append(f"{source} also starts {program or 'verl'}{_line(command)}, which is not converted")
 
@@ -124,7 +124,7 @@ def _line(command: Command) -> str:
 
 
 def _program(arguments: list[str]) -> tuple[str, list[str]]:
-    """The Python module that a command runs, and the module's arguments."""
+    """Return the Python module that a command runs, and the module's arguments."""
     for place, argument in enumerate(arguments):
         if argument == "-m" and place + 1 < len(arguments):
             return arguments[place + 1], arguments[place + 2 :]
@@ -134,11 +134,11 @@ def _program(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def refusal(program: str, name: str = "") -> str:
-    """Why a program of verl's is not converted; `name` is what the command begins with."""
+    """Return the reason why a program of verl's is not converted; `name` is the first word of the command."""
     if _PPO.fullmatch(program):
         return ""
     if not program:
-        return f": settings of verl are given to `{name}`, and it is not known what that starts; use --run"
+        return f": settings of verl are given to `{name}`, and it is not known what that starts"
     purpose = next((purpose for part, purpose in _OTHERS.items() if part in program), "another trainer than verl's PPO")
     return f": {program} is not PPO training but {purpose}; only verl.trainer.main_ppo and its kind are converted"
 
@@ -166,7 +166,7 @@ def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem:
 
 
 def _levels(text: str) -> int:
-    """Levels of lists and dicts, which are counted before Hydra's parser takes seconds for thousands of them."""
+    """Count levels of lists and dicts. Hydra's parser would take seconds for thousands of them."""
     level = most = 0
     for letter in text:
         level += (letter in "[{") - (letter in "]}")

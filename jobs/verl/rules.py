@@ -1,6 +1,6 @@
-"""What is more than a new name for a key: where verl's number counts something else, or its word means something else.
+"""Rules for keys of verl whose number counts something else here, or whose word means something else.
 
-Each rule notes what it changes. `slipstream docs from_verl` describes the general differences.
+Each rule notes its changes. `slipstream docs from_verl` describes the general differences.
 """
 
 import math
@@ -50,13 +50,13 @@ def adapters(state: State) -> None:
             state.leave(f"{section}.lora_adapter_path", f"give {section}.lora_rank, the adapter's r", cannot=True)
         state.drop(*(f"model.lora.{name}" for name in names.values()))
         return
-    # Unless it merges, verl sends engines the adapter alone.
+    # Unless it merges, verl sends only the adapter to the engines.
     merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
     state.set("model.lora.weight_sync", "merged" if merges else "adapter")
 
 
 def reference(state: State) -> None:
-    """A reference that verl offloads is sharded over the workers there and here; else here are replicas."""
+    """Shard a reference that verl offloads over the workers, as there; any other reference gets replicas."""
     key = f"{_REF}.fsdp_config.param_offload"
     if not state.get("scoring.reference.offload"):
         state.drop("scoring.reference.offload")
@@ -82,7 +82,7 @@ def kl(state: State) -> None:
         if state.get(ours).startswith("full"):
             state.drop(ours)
             state.leave(key, "the KL over the whole vocabulary is not built (nor does verl compute it)", cannot=True)
-    # The two kinds differ in the gradient of a loss alone.
+    # The two kinds differ only in the gradient of a loss.
     state.set("algorithm.kl_penalty", state.get("algorithm.kl_penalty").rstrip("+"))
     if state.get("algorithm.kl_ctrl.type") == "adaptive" and not state.get("algorithm.use_kl_in_reward"):
         state.drop("algorithm.kl_ctrl.type")
@@ -90,7 +90,7 @@ def kl(state: State) -> None:
 
 
 def clipping(state: State) -> None:
-    """In verl both bounds are 0.2 unless they are given, whatever `clip_ratio` is; here they follow it."""
+    """Write out both bounds, which follow `clip_ratio` here. In verl they are 0.2 by default, for any `clip_ratio`."""
     low = state.get("actor.clip_ratio_low")
     if state.get("actor.policy_loss.loss_mode") == "cispo" and low is not None and low > 1:
         state.set("actor.clip_ratio_low", 1.0)
@@ -106,7 +106,7 @@ def clipping(state: State) -> None:
 
 
 def aggregation(state: State) -> None:
-    """How verl aggregates a loss, whatever `loss_agg_mode` is."""
+    """Set the aggregation of losses that verl aggregates in one way, for any `loss_agg_mode`."""
     token_level = state.given.get(f"{_ACTOR}.use_token_level_loss")
     if token_level is not None and f"{_ACTOR}.loss_agg_mode" not in state.given:
         state.set("actor.loss_agg_mode", "token-mean" if token_level else "seq-mean-token-mean")
@@ -144,7 +144,7 @@ def correction(state: State) -> None:
 
 
 def _rejection(state: State) -> None:
-    """One bound for each rule, and those of k1 turned over.
+    """Give each rule one bound, and turn the bounds of k1 over.
 
     verl tests -log r against the logarithms of the bounds, so that its `lo_hi` keeps 1/hi <= r <= 1/lo.
     """
@@ -171,7 +171,7 @@ def _rejection(state: State) -> None:
 
 
 def groups(state: State) -> None:
-    """What dynamic sampling compares, and for how long it generates."""
+    """Set the metric of dynamic sampling, and its number of batches."""
     if not state.get(f"{_GROUPS}.enable"):
         for key in (f"{_GROUPS}.metric", f"{_GROUPS}.max_num_gen_batches"):
             state.drop(key)
@@ -199,14 +199,14 @@ def mini_batches(state: State) -> None:
 
 
 def critic(state: State) -> None:
-    """Keys of the critic where there is one, and its start."""
+    """Set the start of the critic, and drop its keys if there is none."""
     warmup = state.get("critic.warmup")
     if "value" not in state.scorers:
         state.drop("critic.warmup", *[ours for ours in state.defaults if ours.startswith("critic.")])
         if warmup:
             state.leave("trainer.critic_warmup", "there is no critic to train alone")
     elif warmup:
-        # verl counts steps from 1 and asks whether critic_warmup <= step.
+        # verl counts steps from 1, and trains the policy if critic_warmup <= step.
         state.set("critic.warmup", max(warmup - 1, 0))
         state.notes.append(f"trainer.critic_warmup={warmup} is {warmup - 1} steps of the critic alone, as in verl")
 
@@ -244,7 +244,7 @@ def token_budgets(state: State) -> None:
 
 
 def _budget(state: State, ours: str, section: str, kind: str, default: int) -> int:
-    """Set `ours` to the tokens that verl takes into one forward pass of a GPU; returns them."""
+    """Set `ours` to the tokens that verl takes into one forward pass of a GPU, and return them."""
     longest = state.get("data.max_prompt_length") + state.get("data.max_response_length")
     if kind == "ppo":
         longest = math.ceil(longest / state.get("actor.parallel.sequence"))
@@ -316,4 +316,4 @@ RULES: tuple[Callable[[State], None], ...] = (
     ),
     *(devices, episodes, run),
 )
-"""In this order."""
+"""All rules, in the order in which they apply."""

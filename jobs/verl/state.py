@@ -1,4 +1,4 @@
-"""A conversion on its way: what verl is given, what has become of it, and how a rule changes that."""
+"""The state of a conversion: the settings of verl, our settings, and the changes that a rule can make."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.verl.keys import RENAMED
 from jobs.verl.launch import Setting
 from pipeline.config import Config
 from pipeline.config.schema import expected, keys
 from pipeline.config.scoring import ScorerConfig
-from pipeline.config.verl_keys import RENAMED
 from pipeline.derived import scorers
 
 OURS = keys(Config)
@@ -29,30 +29,30 @@ class Left:
     text: str
     reason: str
     cannot: bool = False
-    """Whether the run means something else without it; else nothing but speed, memory or a name is lost."""
+    """True if the run means something else without it; else only speed, memory or a name is lost."""
 
 
 class State:
-    """A conversion: what verl is given, and what has become of it."""
+    """A conversion: settings of verl, and our settings so far."""
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         self.settings = settings
         self.given = {key: setting.value for key, setting in settings.items() if setting.problem is None}
         """Values of verl's keys, as far as they are known."""
         self.values: dict[str, Any] = {}
-        """Our keys."""
+        """Our settings by key."""
         self.defaults: set[str] = set()
-        """Those of them that verl was not given: its defaults, where ours differ."""
+        """Our keys that hold a default of verl's, because it differs from our default."""
         self.reasons: dict[str, tuple[str, bool]] = {}
-        """Why keys of verl are not converted, and whether that changes what the run means."""
+        """Keys of verl that are not converted, each with its reason and True if its loss changes the run."""
         self.converted: list[str] = []
         """verl's keys that were converted, once all rules were applied."""
         self.left: list[Left] = []
-        """verl's keys that were not."""
+        """verl's keys that were not converted."""
         self.cannot: list[str] = []
-        """What is lost besides keys."""
+        """Sentences about settings that are lost, and that have no key."""
         self.notes: list[str] = []
-        """What means something else here."""
+        """Sentences about settings that mean something else here."""
         for key, setting in settings.items():
             if setting.problem:
                 advice = f"; give {_TARGETS[key]}" if key in _TARGETS else ""
@@ -60,7 +60,7 @@ class State:
         self._schema = OmegaConf.structured(Config)
 
     def get(self, ours: str) -> Any:
-        """The value of one of our keys as it stands, or its default."""
+        """Return the value of one of our keys so far, or its default."""
         return self.values.get(ours, OURS[ours].default)
 
     def set(self, ours: str, value: Any) -> None:
@@ -81,7 +81,7 @@ class State:
             self.reasons[key] = reason, cannot
 
     def whole(self, key: str, default: int) -> int:
-        """The whole number from 0 on that verl is given for `key`, or `default`."""
+        """Return the whole number, at least 0, that verl is given for `key`, or `default`."""
         value = self.given.get(key)
         if value is None or (type(value) is int and value >= 0):
             return default if value is None else value
@@ -100,7 +100,7 @@ class State:
 
     @property
     def scorers(self) -> dict[str, ScorerConfig]:
-        """The scoring pools that the run has; none where the advantage estimator is not known here."""
+        """The scoring pools of the run; none if the advantage estimator is not known here."""
         config = Config()
         config.algorithm.adv_estimator = self.get("algorithm.adv_estimator")
         config.algorithm.use_kl_in_reward = self.get("algorithm.use_kl_in_reward")

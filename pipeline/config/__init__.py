@@ -5,9 +5,30 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.root import Config
 
 if TYPE_CHECKING:
-    from pipeline.config.compose import CONFIG_DIR, ConfigError, diff, load, load_config, load_yaml, save_yaml, to_flat
+    from pipeline.config.compose import (
+        CONFIG_DIR,
+        ConfigError,
+        UnknownKey,
+        diff,
+        load,
+        load_config,
+        load_yaml,
+        save_yaml,
+        to_flat,
+    )
 
-__all__ = ["CONFIG_DIR", "Config", "ConfigError", "diff", "load", "load_config", "load_yaml", "save_yaml", "to_flat"]
+__all__ = [
+    "CONFIG_DIR",
+    "Config",
+    "ConfigError",
+    "UnknownKey",
+    "diff",
+    "load",
+    "load_config",
+    "load_yaml",
+    "save_yaml",
+    "to_flat",
+]
 
 
 def __getattr__(name: str) -> Any:

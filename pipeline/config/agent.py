@@ -96,8 +96,8 @@ class AgentConfig:
     imports large packages, the machine's memory is the limit."""
 
     episodes_per_process: int = setting(1, at_least=1)
-    """Episodes that one process serves, one after the other ([multi_turn.md](multi_turn.md#where-your-code-runs)); with
-    1 each has a fresh one."""
+    """Most consecutive episodes of one process ([multi_turn.md](multi_turn.md#where-your-code-runs)). 1: each episode
+    has a fresh process."""
 
     on_timeout: str = setting("error", choices=("error", "score"))
     """Result of an episode that exceeds `episode_timeout_s`: `error` makes the row an error, `score` ends the episode
@@ -111,8 +111,8 @@ class AgentConfig:
     `sum`. Null takes `environment` if there is an environment, a program or a command, else `function`."""
 
     hosts: int = setting(0, at_least=0)
-    """Ray actors that hold the processes of episodes, on any node
-    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)); 0 has each engine hold its own."""
+    """Hosts: Ray actors on any node that hold the episodes' processes
+    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)). 0: each engine holds its own."""
 
     min_hosts: int | None = setting(None, at_least=1)
     """Fewest hosts with which the run begins; the others join later. Null takes `hosts`."""
@@ -133,7 +133,7 @@ class AgentConfig:
         return {TOOL_AGENT: declared[None], SINGLE_TURN: plain, **declared}
 
     def declared(self) -> "dict[str | None, AgentConfig]":
-        """Return the settings of the agents in the config: this section (None) and those of `named`."""
+        """Return the settings of the agents in the config: this section (None) and `named`."""
         return {None: replace(self, named={}), **{name: self._overlaid(name) for name in self.named}}
 
     def _overlaid(self, name: str) -> "AgentConfig":

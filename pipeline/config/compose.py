@@ -28,11 +28,11 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from pipeline.config import mappings
-from pipeline.config.mappings import Entry
+from pipeline.config.mappings import Argument
 from pipeline.config.paths import expand_argument, expand_settings
 from pipeline.config.renamed import FORGOTTEN, MOVED, VALUES
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, expected, keys, unknown, value_of
+from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -48,6 +48,20 @@ _structured: Callable[[type], Any] = cache(OmegaConf.structured)
 
 class ConfigError(ValueError):
     """Error for a setting, or a combination of settings, that cannot be run. The message names it and the remedy."""
+
+
+class UnknownKey(ConfigError):
+    """A key that is not declared. The message guesses the key that was meant."""
+
+    def __init__(self, where: str, key: str, message: str) -> None:
+        """
+        Args:
+            where: the file or argument that has the key.
+            key: the dotted key.
+            message: the sentence without its place.
+        """
+        super().__init__(f"{where}: {message}")
+        self.where, self.key = where, key
 
 
 def load_config(
@@ -112,7 +126,7 @@ def load(
     except RecursionError as error:
         raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
+        raise _refusal(error, str(error), schema, folders, overrides) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _restore_tuples(config)
@@ -130,7 +144,7 @@ def _restore_tuples(config: Any) -> None:
             setattr(config, name, tuple(value))
 
 
-def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Entry]]:
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Argument]]:
     """Split the arguments into Hydra's arguments and entries of mappings with free names.
 
     Raises:
@@ -138,7 +152,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
     """
     valid, parser = keys(schema), OverridesParser.create()
     result: list[str] = []
-    entries: list[Entry] = []
+    entries: list[Argument] = []
     groups = {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
     for text in overrides:
         if mapping := mappings.key_of(text, valid):
@@ -169,7 +183,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
             if mapping := mappings.key_of(full, valid):
                 raise ConfigError(f"the argument {text!r} sets a section; set {mapping.name}={{NAME: VALUE}} by itself")
             if full not in valid:
-                raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
+                raise _unknown(full, valid, f"the argument {text!r}")
         if key in valid and valid[key].type in (str, str | None) and type(override.value()) in (int, float):
             # Read as a number and made text again, `0.5_2` would be `0.52`.
             text = "{}='{}'".format(*text.split("=", 1))
@@ -221,14 +235,21 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _sentence(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> str:
-    """Write one sentence for an error of Hydra or OmegaConf."""
+def _unknown(key: str, valid: dict[str, Key], where: str) -> ConfigError:
+    """Return the error for a key that is not in `valid`, found `where`."""
+    if gone := no_longer(key, valid):
+        return ConfigError(f"{where}: {gone}")
+    return UnknownKey(where, key, unknown(key, valid))
+
+
+def _refusal(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> ConfigError:
+    """Return the refusal of Hydra or OmegaConf as an error of one sentence."""
     valid, cause = keys(schema), _cause(error)
     if isinstance(cause, YAMLError):
-        return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
+        return ConfigError(f"a config file is not valid YAML: {' '.join(str(cause).split())}")
     full_key = getattr(cause, "full_key", None) or _value_for_section(message, valid, folders)
     if not full_key or isinstance(cause, InterpolationResolutionError):
-        return f"the config could not be composed: {' '.join(str(cause).split())}"
+        return ConfigError(f"the config could not be composed: {' '.join(str(cause).split())}")
     full_key = str(full_key)
 
     source, value = _source(message, full_key, folders, overrides)
@@ -237,7 +258,7 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
         # The last part is the name as YAML read it: `on` is True. null is left out.
         of_a_mapping = (mapping for mapping in valid if full_key.startswith(f"{mapping}."))
         place = next(of_a_mapping, section if name in _READ else full_key)
-        return (
+        return ConfigError(
             f"{source}: a name in {place or 'the file'} reads as a number, a truth value (as on, off, yes and no do) "
             'or null; names are text: write it in quotes, such as "2024": 1'
         )
@@ -245,10 +266,10 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
         # OmegaConf names an unknown section without its keys, which show the section that was meant.
-        return unknown(next(_leaf_keys(full_key, value)), valid, source)
+        return _unknown(next(_leaf_keys(full_key, value)), valid, source)
     mapping = mappings.key_of(key, valid)
     wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
-    return f"{source}: {key}={value} does not fit; expected {wanted}"
+    return ConfigError(f"{source}: {key}={value} does not fit; expected {wanted}")
 
 
 def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
@@ -335,7 +356,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"
-        raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
+        raise _refusal(error, message, schema, [path.resolve().parent], []) from error
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error
     _restore_tuples(config)

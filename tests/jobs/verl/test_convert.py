@@ -1,6 +1,7 @@
 """What becomes of verl's settings beyond their names."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from jobs.verl.convert import DEFAULTS, convert
+from jobs.verl.keys import RENAMED, RULED
 from jobs.verl.launch import Settings
-from jobs.verl.script import Script
 from jobs.verl.state import OURS, State
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
-from pipeline.config.verl_keys import RENAMED, RULED
 from pipeline.train.correction import correct, parse
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -24,9 +24,9 @@ CORRECTION, GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
 GRPO = "algorithm.adv_estimator=grpo"
 
 
-def converted(*arguments: str, script: Script | None = None) -> State:
+def converted(*arguments: str, unknown: Mapping[str, str] | None = None) -> State:
     verl = Settings()
-    verl.add(arguments, script)
+    verl.add(arguments, unknown)
     return convert(verl.settings)
 
 
@@ -67,11 +67,8 @@ def test_a_given_key_replaces_the_default_and_null_means_not_given() -> None:
 
 
 def test_a_value_that_is_not_known_is_neither_verls_default_nor_a_guess() -> None:
-    script = Script({})
-    mark = script.unknown("$N", "is read")
-    result = converted(
-        f"{ROLLOUT}.n={mark}", f"trainer.nnodes={mark}", f"trainer.experiment_name={mark}", script=script
-    )
+    keys = (f"{ROLLOUT}.n", "trainer.nnodes", "trainer.experiment_name")
+    result = converted(*(f"{key}=$N" for key in keys), unknown={f"{key}=$N": "$N is read" for key in keys})
     assert not {"rollout.n", "trainer.experiment_name"} & result.values.keys()
     unknown = {entry.key: (entry.reason, entry.cannot) for entry in result.left}
     assert unknown[f"{ROLLOUT}.n"] == ("its value is not known: $N is read; give rollout.n", True)

@@ -1,12 +1,15 @@
 """The tables of verl's keys, and what a run says to one of them."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 
-from pipeline.config import Config, ConfigError, load_config
+from jobs import sft, train
+from jobs.command import exit_code
+from jobs.verl.keys import CANNOT, LOST, RENAMED, RULED, SAME, SECTIONS, UNKNOWN, reason
+from pipeline.config import Config, UnknownKey, load_config
 from pipeline.config.schema import keys
-from pipeline.config.verl_keys import CANNOT, LOST, RENAMED, RULED, SAME, SECTIONS, UNKNOWN, reason
 
 OURS = keys(Config)
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,11 +73,35 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
         (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
         (f"{ROLLOUT}.megatron.x", "; of such keys in verl: training uses FSDP2"),
         ("model.lora.rnk", "the key model.lora.rnk does not exist; did you mean model.lora.rank?"),
-        ("model.lora.r", "the key model.lora.r does not exist; the keys of model are path"),
+        ("model.lora.r", "the key model.lora.r does not exist; the keys of model.lora are rank"),
         ("data.train_bach_size", "did you mean data.train_batch_size?"),
     ],
 )
-def test_a_run_answers_a_key_of_verls_before_it_guesses(key: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=key) as caught:
+def test_a_command_answers_a_key_of_verls_before_it_guesses(
+    key: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> int:
         load_config([f"{key}=1"])
-    assert part in str(caught.value)
+        return 0
+
+    assert exit_code(load) == 2
+    said = capsys.readouterr().err
+    assert f"the argument '{key}=1': " in said and key in said and part in said
+
+
+@pytest.mark.parametrize("job", [train, sft])
+def test_every_command_answers_it(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "actor_rollout_ref.actor.optim.warmup_style"
+    assert job.main([f"{key}=cosine", "--dry-run"]) == 2
+    assert f"there is no key {key}; did you mean actor.optim.lr_scheduler_type?" in capsys.readouterr().err
+
+
+def test_the_settings_alone_know_no_key_of_verls() -> None:
+    with pytest.raises(
+        UnknownKey, match=r"actor_rollout_ref.rollout.n does not exist; did you mean rollout.n\?"
+    ) as caught:
+        load_config(["actor_rollout_ref.rollout.n=1"])
+    assert (caught.value.where, caught.value.key) == (
+        "the argument 'actor_rollout_ref.rollout.n=1'",
+        "actor_rollout_ref.rollout.n",
+    )

@@ -1,4 +1,4 @@
-"""verl's keys, as tables: their counterparts here, or why there is none. Importing them loads nothing else.
+"""Tables of verl's keys, each with our key or with the reason why we have none. Importing them loads nothing else.
 
 They were read against verl 0.9.1, with keys of older versions. `python -m jobs.from_verl` converts scripts with them,
 and a run that is given a key of verl's answers with them.
@@ -77,7 +77,7 @@ _CORRECTION, _TURNS = "algorithm.rollout_correction", f"{_ROLLOUT}.multi_turn"
 
 
 def _renamed() -> Iterator[tuple[str, str]]:
-    """The pairs of the table, in which `ours=verl's` stands for names that differ."""
+    """Yield the pairs of the table, in which `ours=verl's` stands for names that differ."""
     for line in filter(None, _TABLE.splitlines()):
         for word, section in (("ACTOR", _ACTOR), ("ROLLOUT", _ROLLOUT), ("MODEL", _MODEL), ("CORRECTION", _CORRECTION)):
             line = line.replace(word, section)
@@ -91,7 +91,7 @@ def _renamed() -> Iterator[tuple[str, str]]:
 
 
 RENAMED: tuple[tuple[str, str], ...] = tuple(_renamed())
-"""verl's key and ours; of several that have the same counterpart, the last one counts."""
+"""Pairs of verl's key and our key. If several keys of verl have the same counterpart, the last one counts."""
 
 SECTIONS: tuple[tuple[str, str], ...] = (
     ("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs"),
@@ -144,7 +144,7 @@ RULED: dict[str, str] = {
     "reward.reward_model.enable": "reward.model.path",
     "reward_model.enable": "reward.model.path",
 }
-"""Keys that are no renaming, and those of ours that the rules of `jobs.verl` make of them."""
+"""Keys that have more than another name here, with our keys that `rules.py` sets for them."""
 
 CANNOT: dict[str, str] = {
     "verl's agent loops do not run here; write an agent.environment or agent.program": (
@@ -187,7 +187,7 @@ CANNOT: dict[str, str] = {
         "trainer.checkpoint_callback_class trainer.default_hdfs_dir"
     ),
 }
-"""What a run of verl's has and Slipstream has not: reason -> patterns of keys, `*` standing for anything."""
+"""Features of verl that Slipstream lacks: patterns of keys (`*` stands for anything) by reason."""
 
 LOST: dict[str, str] = {
     "scoring replicas, which need no memory for a backward pass, take whole rows": "*ulysses_sequence_parallel_size",
@@ -268,7 +268,7 @@ LOST: dict[str, str] = {
     "Ray is started by the run, or joined by RAY_ADDRESS": "ray_kwargs.* ray_init.* trainer.ray_wait_*",
     "Hydra's own behaviour": "hydra.*",
 }
-"""What changes no result, or is done in another way: reason -> patterns of keys."""
+"""Features that change no result, or that Slipstream does in another way: patterns of keys by reason."""
 
 UNKNOWN = "not a key of verl that is known here"
 SAME = "switched off there, or so here, too"
@@ -289,11 +289,11 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "trainer.balance_batch": (True,),
     "*.hybrid_engine": (True,),
 }
-"""Values with which verl does what Slipstream does, besides those of `_OFF`, which switch a feature off."""
+"""Values with which verl does the same as Slipstream. The values of `_OFF` switch a feature off."""
 
 
 def reason(key: str, value: Any = ...) -> tuple[str, bool]:
-    """Why `key=value` of verl has no counterpart, and whether something is lost that Slipstream cannot do."""
+    """Return the reason why `key=value` of verl has no counterpart, and True if its loss changes what the run means."""
     for table in (CANNOT, LOST):
         for why, patterns in table.items():
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
@@ -303,12 +303,12 @@ def reason(key: str, value: Any = ...) -> tuple[str, bool]:
 
 def _same_here(key: str, value: Any) -> bool:
     allowed = [same for pattern, values in _SAME.items() if fnmatchcase(key, pattern) for same in values]
-    # 0 and False are equal, and so are 1 and True: the type tells them apart.
+    # 0 and False are equal, and so are 1 and True: their types differ.
     return any(value == same and type(value) is type(same) for same in (*_OFF, *allowed))
 
 
 def _roots() -> Iterator[str]:
-    """Sections that verl's keys begin with."""
+    """Yield the sections that verl's keys begin with."""
     patterns = (pattern for table in (CANNOT, LOST) for text in table.values() for pattern in text.split())
     for key in (*dict(RENAMED), *RULED, *patterns):
         root = key.partition(".")[0]
@@ -317,7 +317,7 @@ def _roots() -> Iterator[str]:
 
 
 def answer(key: str) -> str | None:
-    """What to say to someone who gives Slipstream a key of verl's; None for other keys."""
+    """Return the sentence that answers a key of verl's in a command of Slipstream; None for other keys."""
     ours = {**dict(RENAMED), **RULED}.get(key)
     if ours == key:
         return None
