@@ -1,12 +1,13 @@
 """An installed wheel, used from other folders: `python3 tests/wheel.py VENV [--train N]`. Needs the standard library.
 
 One folder is empty, the other one has packages that are named like Slipstream's. In both, a dry run must plan a run
-whose reward is a module of the folder. With `--train` the demo trains for N iterations, and in the
-second folder one with tools.
+whose reward is a module of the folder. With `--train` the demo trains for N iterations, and in the second folder also a
+model with a tool.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -37,10 +38,21 @@ def main() -> None:
             environment = os.environ | {"PYTHONPATH": str(here) if packages else ""}
             use(command, here, environment)
             if options.train:
+                # The second folder gets the prompts and the models of the first one.
+                for made in ("data", "models") if packages else ():
+                    shutil.copytree(Path(folder, "empty", made), here / made)
                 steps = f"trainer.total_training_steps={options.train}"
                 call([command, "demo", steps], here, environment)
                 if packages:
-                    call([command, "demo", "--task", "calculator", steps], here, environment)
+                    play(command, here, environment, steps)
+
+
+def play(command: str, here: Path, environment: dict[str, str], steps: str) -> None:
+    """Train a random model in episodes with a tool, whose processes are started by the engine."""
+    call([command, "prepare", "calculator", "--out", "products"], here, environment)
+    call([command, "tiny", "--out", "caller", "--data", "products/sft_train.parquet"], here, environment)
+    files = ["data.train_files=products/train.parquet", "data.val_files=null", "trainer.test_freq=-1"]
+    call([command, "train", "experiment=calculator_cpu", "model.path=caller", *files, steps], here, environment)
 
 
 def use(command: str, here: Path, environment: dict[str, str]) -> None:

@@ -98,7 +98,12 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
 
 
 def whole(schema: Any, value: Any) -> Any:
-    """Arguments that fit a schema, with integers where it says so: a model may write 3.0, which is one in JSON."""
+    """Convert floats to the integers that a schema asks for: a model may write 3.0, which is an integer in JSON.
+
+    Args:
+        schema: JSON schema of the value.
+        value: fits the schema.
+    """
     if not isinstance(schema, dict):
         return value
     if isinstance(value, float) and schema.get("type") == "integer" and value.is_integer():
@@ -112,7 +117,7 @@ def whole(schema: Any, value: Any) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """False if there is a number in a value that is not finite, or an integer that no float can hold."""
+    """Return False if a value holds a number that is not finite or an integer that a float cannot hold."""
     left = [value]
     while left:
         one = left.pop()
@@ -136,9 +141,9 @@ def _error(schema: Any, value: Any) -> tuple[list[Any], str] | None:
 
 
 def _bounded(check: Keyword) -> Keyword:
-    """A keyword's check that ends in time, never raises, and yields short errors.
+    """Make a keyword's check end in time, never raise, and yield short errors.
 
-    It knows OpenAPI's `nullable`, too, which chat templates expect.
+    The result knows OpenAPI's `nullable`, too, which chat templates expect.
     """
 
     def keyword(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
@@ -164,7 +169,7 @@ def _in_time() -> None:
 
 
 def _any_of(validator: Any, forms: list[Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """The check of `anyOf`, which keeps few errors; also of `oneOf`, as forms may differ in keywords that are left."""
+    """Check `anyOf` and keep few errors. It also checks `oneOf`, as forms may differ in keywords that are left."""
     errors: list[ValidationError] = []
     for index, form in enumerate(forms):
         _in_time()

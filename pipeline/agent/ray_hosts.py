@@ -38,13 +38,13 @@ CallResult = tuple[Any, Exception | None]
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, for its engines."""
+    """Hosts of a run, for its engines."""
 
     actors: tuple[Any, ...] = ()
     fewest: int = 0
     """Fewest hosts that must have started before an engine begins."""
     start_s: float = 0.0
-    """Seconds in which these must have started."""
+    """Longest wait for the start of the fewest hosts, in seconds."""
 
     @classmethod
     def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":

@@ -39,6 +39,9 @@ LOCAL_RAY = {
 """Environment of a Ray that is started on this machine."""
 
 
+HOOK = "worker_process_setup_hook"
+
+
 class RayJobConfig(JobConfig):
     """The settings of a Ray job whose workers do not look into the current folder first, as Ray's own would.
 
@@ -73,8 +76,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
     }
     if address := joined():
         check_address()
-        # Ray puts an uploaded working directory before `PYTHONPATH`.
-        options["runtime_env"]["worker_process_setup_hook"] = "slipstream.own_first"
+        if HOOK not in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
+            # Ray puts an uploaded working directory before `PYTHONPATH`. A hook of the user's own stays.
+            options["runtime_env"][HOOK] = "slipstream.own_first"
         # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         join(address, options)

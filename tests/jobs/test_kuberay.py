@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from jobs.demo import Demo
 from jobs.kuberay import train
 from pipeline.config import Config, load_config
 from pipeline.plan.checks import check
@@ -134,15 +135,12 @@ def test_what_every_manifest_has(name: str) -> None:
 def test_the_init_step_of_the_demo_makes_its_data_and_its_model() -> None:
     manifest = load("cpu_demo")
     (step,) = groups(manifest)[1]["template"]["spec"]["initContainers"]
-    assert step["command"] == ["make", "-C", "/opt/slipstream", "demo-model"]
-    made = dict(word.split("=") for word in step["args"])
-    makefile = (ROOT / "Makefile").read_text()
-    assert all(f"\n{name} := " in makefile for name in made)
-    config = settings(manifest)
-    assert [config.data.train_files, config.data.val_files] == [
-        f"{made['DATA']}/{s}.parquet" for s in ("train", "test")
-    ]
-    assert config.model.path == made["WARM"]
+    assert step["command"] == ["slipstream", "demo", "--only-model"]
+    made = Demo.here("countdown", 1)
+    config, folder = settings(manifest), Path(step["workingDir"])
+    files = [str(folder / made.data / f"{split}.parquet") for split in ("train", "test")]
+    assert [config.data.train_files, config.data.val_files] == files
+    assert config.model.path == str(folder / made.warm)
 
 
 @pytest.mark.parametrize("arguments", [["rollout.numengines=2"], ["--no-such-option"]])

@@ -332,12 +332,6 @@ def test_help_of_the_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for part in (
-        "RUN_DIR",
-        "--iterations FIRST-LAST",
-        "--dry-run",
-        "algorithm=rloo",
-        "docs after_training",
-        "loaded: []",
-    ):
+    parts = ("RUN_DIR", "--iterations FIRST-LAST", "--dry-run", "algorithm=rloo", "docs after_training", "loaded: []")
+    for part in parts:
         assert part in done.stdout

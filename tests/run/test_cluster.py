@@ -2,10 +2,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.job_config import JobConfig
 
-from pipeline.run.cluster import ENV, environment
+import slipstream
+from pipeline.run import cluster
+from pipeline.run.cluster import ENV, HOOK, Job, environment
 
 OWN = Path(__file__).resolve().parents[2]
 
@@ -19,7 +23,7 @@ def test_a_cluster_whose_token_is_not_here(tmp_path: Path) -> None:
     # Nothing listens there; the token is missed before anybody is asked.
     env |= {"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9", "RAY_AUTH_MODE": "token"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("Ray at 127.0.0.1:9 asks for a token: set RAY_AUTH_MODE=token"), done.stderr
+    assert done.stdout.startswith("Ray at 127.0.0.1:9 needs a token: set RAY_AUTH_MODE=token"), done.stderr
     assert not (tmp_path / ".ray").exists()
 
 
@@ -34,3 +38,29 @@ def test_workers_have_the_folders_of_the_python_path_by_their_place(
     assert environment({"PYTHONPATH": "other"})["PYTHONPATH"] == f"{OWN}:{tmp_path}/other:{tmp_path}"
     monkeypatch.delenv("PYTHONPATH")
     assert environment({})["PYTHONPATH"] == f"{OWN}:{tmp_path}"
+
+
+def test_workers_do_not_look_into_the_current_folder_first() -> None:
+    """Ray puts it there for a job without a working directory."""
+    job = Job()
+    job.set_runtime_env({"env_vars": {}})
+    assert job._runtime_env_has_working_dir() and not JobConfig()._runtime_env_has_working_dir()
+
+
+def test_workers_of_a_submitted_job_look_into_its_folder_after_slipstreams(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "join", lambda address, options: given.append(options))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert cluster.start(None, None, {}) and given[0]["runtime_env"][HOOK] == "slipstream.own_first"
+    assert isinstance(given[0]["job_config"], Job)
+    # A hook that the job came with is not replaced.
+    os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = f'{{"runtime_env": {{"{HOOK}": "mine.begin"}}}}'
+    assert cluster.start(None, None, {}) and HOOK not in given[1]["runtime_env"]
+
+
+def test_own_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/project", str(OWN), "/lib"])
+    slipstream.own_first()
+    assert sys.path == [str(OWN), "/project", "/lib"]
