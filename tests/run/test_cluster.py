@@ -9,7 +9,7 @@ from ray.job_config import JobConfig
 
 import slipstream
 from pipeline.run import cluster
-from pipeline.run.cluster import ENV, HOOK, Job, environment
+from pipeline.run.cluster import ENV, HOOK, RayJobConfig, environment
 
 OWN = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def test_workers_have_the_folders_of_the_python_path_by_their_place(
 
 def test_workers_do_not_look_into_the_current_folder_first() -> None:
     """Ray puts it there for a job without a working directory."""
-    job = Job()
+    job = RayJobConfig()
     job.set_runtime_env({"env_vars": {}})
     assert job._runtime_env_has_working_dir() and not JobConfig()._runtime_env_has_working_dir()
 
@@ -54,7 +54,7 @@ def test_workers_of_a_submitted_job_look_into_its_folder_after_slipstreams(monke
     monkeypatch.setattr(cluster, "join", lambda address, options: given.append(options))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     assert cluster.start(None, None, {}) and given[0]["runtime_env"][HOOK] == "slipstream.own_first"
-    assert isinstance(given[0]["job_config"], Job)
+    assert isinstance(given[0]["job_config"], RayJobConfig)
     # A hook that the job came with is not replaced.
     os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = f'{{"runtime_env": {{"{HOOK}": "mine.begin"}}}}'
     assert cluster.start(None, None, {}) and HOOK not in given[1]["runtime_env"]
