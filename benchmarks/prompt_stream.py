@@ -34,7 +34,7 @@ from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch, shard
 from pipeline.config import load_config
 from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder
+from pipeline.prompts.encode import PromptEncoder
 from pipeline.prompts.files import resolve
 from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.quarantine import Quarantine
@@ -112,7 +112,7 @@ def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> 
     begin = time.perf_counter()
     files = resolve(str(folder), "data.train_files")
     resolved = time.perf_counter() - begin
-    loader = PromptLoader(files, data, Encoder(chat, Quarantine(0)), seed=1)
+    loader = PromptLoader(files, data, PromptEncoder(chat, Quarantine(0)), seed=1)
 
     made = (loader.iteration(number, chunk_prompts) for number in itertools.count(1))
     loader.load(PromptCursor(0, loader.epoch_rows // 2))

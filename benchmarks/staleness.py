@@ -37,7 +37,7 @@ from rich.console import Console
 
 from benchmarks.command import call
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
-from jobs.demo import Demo, Failed
+from jobs.demo import Demo, StepFailed
 from pipeline.config import load_config
 from pipeline.run.signals import stops
 from pipeline.track.history import write_atomically
@@ -101,7 +101,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     """Make puzzles and a model that knows their wording, in folders of `folder`, unless they exist.
 
     Raises:
-        Failed: puzzles or model could not be made.
+        StepFailed: puzzles or model could not be made.
     """
     demo = Demo("countdown", INPUT_SEED, folder / "data", folder / "tiny", folder / "model")
     demo.make_model()
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with stops():
             return measure(args)
-    except (ValueError, OSError, Failed) as error:
+    except (ValueError, OSError, StepFailed) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -62,7 +62,7 @@ the same command continues a demo that was interrupted.
 """
 
 
-class Failed(RuntimeError):
+class StepFailed(RuntimeError):
     """Error of a step that has failed and printed its reason; `code` is its exit code."""
 
     def __init__(self, code: int) -> None:
@@ -146,7 +146,7 @@ def step(job: str, *arguments: object) -> None:
     if interrupted:
         raise KeyboardInterrupt
     if code:
-        raise Failed(code if code > 0 else 128 - code)
+        raise StepFailed(code if code > 0 else 128 - code)
 
 
 @command
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             demo.make_model()
             if not options.only_model:
                 step("train", *settings)
-        except Failed as failure:
+        except StepFailed as failure:
             return failure.code
         return 0
 

@@ -3,7 +3,7 @@
     python -m jobs.from_verl run_qwen2_7b.sh --out configs/experiment/qwen2_7b.yaml
     python -m jobs.train --dry-run experiment=qwen2_7b
 
-The script runs in a sandbox, with recorders in place of programs. See `slipstream docs from_verl`.
+The script runs in a sandbox, with recorders in place of programs. See `slipstream docs coming_from`.
 """
 
 import os
@@ -215,7 +215,7 @@ def report(conversion: State) -> Iterator[str]:
             yield f"{title} ({len(lines)}):"
             yield from (f"  {plain(line)}" for line in lines)
     if conversion.notes:
-        yield f"different here ({len(conversion.notes)}; see `slipstream docs from_verl`):"
+        yield f"different here ({len(conversion.notes)}; see `slipstream docs coming_from`):"
         yield from (f"  {plain(note)}" for note in conversion.notes)
 
 

@@ -43,7 +43,7 @@ from pipeline.plan.trial import Load, try_model, try_tokenizer
 from pipeline.run import cluster
 from pipeline.storage.owner import of_folder, owned
 from pipeline.supervised.data import RowGroup, notes, train_dataset
-from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
+from pipeline.supervised.loop import SupervisedLoop, WorkerSettings, train_loop
 from pipeline.train import ranks
 
 LINE_S = 10.0
@@ -247,7 +247,7 @@ class Job(Generic[C]):
             resources["GPU"] = 1
         fit = TorchTrainer(
             train_loop,
-            train_loop_config={"settings": Settings(self.loop, config, steps, val_groups, progress)},
+            train_loop_config={"settings": WorkerSettings(self.loop, config, steps, val_groups, progress)},
             torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=int(trainer.data_timeout)),
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources

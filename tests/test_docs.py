@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -125,6 +126,22 @@ def test_the_environment_and_the_tools_of_the_documentation_work(tmp_path: Path)
     asyncio.run(play())
 
 
+def test_the_data_and_the_reward_of_the_quickstart_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    texts = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S))
+    assert list(texts) == ["make_data.py", "my_reward.py"]
+    monkeypatch.chdir(tmp_path)
+    exec(texts["make_data.py"], {})
+    reward: dict[str, Any] = {}
+    exec(texts["my_reward.py"], reward)
+    row = pq.read_table("train.parquet").to_pylist()[0]
+    numbers = row["reward_model"]["ground_truth"]
+    assert row["prompt"][0]["content"].endswith(f" Target: {sum(numbers)}.")
+    for text, right in ((" + ".join(map(str, reversed(numbers))), 1), (f"{numbers[0]} + {numbers[1]}", 0)):
+        scored = reward["compute_score"](row["data_source"], f"<answer> {text} </answer>", numbers, None)
+        assert scored == {"score": right, "acc": right}
+
+
 def settings_of(*schemas: type) -> tuple[set[str], tuple[str, ...]]:
     """Dotted names of all sections and keys, and the beginnings of names inside keys that hold a mapping."""
     found, inside = set(), []
@@ -189,13 +206,13 @@ def options(module: str) -> set[str]:
 @pytest.mark.parametrize("page", NAMED, ids=lambda page: page.name)
 def test_named_settings_are_settings(page: Path) -> None:
     text = page.read_text()
-    if page.name == "from_verl.md":
-        # The first column has verl's keys.
-        text = re.sub(r"^\| [^|]* \|", "", text, flags=re.MULTILINE)
+    if page.name == "coming_from.md":
+        # Keys of other projects are in all columns but the last.
+        text = re.sub(r"^\|.*\|(?=[^|]*\|$)", "", text, flags=re.MULTILINE)
     names = setting_names(text)
     for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         names |= leaves(yaml.safe_load(block))
-    if page.name == "extending.md":
+    if page.name == "algorithms.md":
         names -= {f"data.{name}" for owner in (EstimatorInput, LossInput) for name in dir(owner)}
         names -= {f"data.{name}" for owner in (EstimatorInput, LossInput) for name in owner.__annotations__}
     assert not unknown(names, *SCHEMAS.values())

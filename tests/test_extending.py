@@ -1,4 +1,4 @@
-"""`docs/extending.md` as a user follows it: its file is written out, used part by part, and then by its command."""
+"""The custom algorithm of `docs/algorithms.md`, as a user follows it: its file, its parts, and its command."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from pipeline.config.learner import ActorConfig
 from pipeline.losses import LossInput, get_policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split("\n## Custom algorithm")[1]
 
 
 def block(language: str) -> str:
@@ -53,8 +53,8 @@ def crowded(folder: Path, tmp_path: Path) -> Path:
 def arguments() -> list[str]:
     """Of the page's command."""
     words = block("bash").replace("\\\n", " ").split()
-    assert words[:3] == ["python", "-m", "jobs.train"]
-    return words[3:]
+    assert words[:2] == ["slipstream", "train"]
+    return words[2:]
 
 
 def test_the_estimator_computes_what_the_page_says(folder: Path) -> None:

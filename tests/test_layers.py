@@ -77,3 +77,14 @@ def test_settings_import_no_other_package_and_nothing_heavy() -> None:
 def test_no_file_holds_more_than_400_lines() -> None:
     long = {module: count for module, path in modules().items() if (count := len(path.read_text().splitlines())) > 400}
     assert not long
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One name is one thing, apart from private classes."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    twice = {name: found for name, found in places.items() if len(set(found)) > 1}
+    assert not twice

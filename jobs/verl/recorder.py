@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
 from pipeline.reward.sandbox.isolation import SandboxError
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 
 _INSIDE = Path(__file__).with_name("inside.py")
 _LIMITS: dict[str, Any] = {
@@ -108,7 +108,7 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
     return recordings
 
 
-def _outcome(job: str, bare: bool) -> Outcome:
+def _outcome(job: str, bare: bool) -> ProgramRun:
     code = _INSIDE.read_text(encoding="utf-8") + "\nmain()\n"
     try:
         return runner.run(code, job, SandboxConfig(isolation="namespaces", **_LIMITS))

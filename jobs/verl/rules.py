@@ -1,6 +1,6 @@
 """Rules for keys of verl whose number counts something else here, or whose word means something else.
 
-Each rule notes its changes. `slipstream docs from_verl` describes the general differences.
+Each rule notes its changes. `slipstream docs coming_from` describes the general differences.
 """
 
 import math
@@ -33,7 +33,7 @@ def words(state: State) -> None:
         if not known:
             state.drop(ours)
             key = ours.replace("actor.", f"{_ACTOR}.")
-            state.leave(key, "there is none of this name; `slipstream docs extending` shows your own", cannot=True)
+            state.leave(key, "there is none of this name; `slipstream docs algorithms` shows your own", cannot=True)
 
 
 def adapters(state: State) -> None:

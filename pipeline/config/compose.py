@@ -28,7 +28,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from pipeline.config import mappings
-from pipeline.config.mappings import Entry
+from pipeline.config.mappings import Argument
 from pipeline.config.paths import expand_argument, expand_settings
 from pipeline.config.renamed import FORGOTTEN, MOVED, VALUES
 from pipeline.config.root import Config
@@ -144,7 +144,7 @@ def _restore_tuples(config: Any) -> None:
             setattr(config, name, tuple(value))
 
 
-def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Entry]]:
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Argument]]:
     """Split the arguments into Hydra's arguments and entries of mappings with free names.
 
     Raises:
@@ -152,7 +152,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
     """
     valid, parser = keys(schema), OverridesParser.create()
     result: list[str] = []
-    entries: list[Entry] = []
+    entries: list[Argument] = []
     groups = {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
     for text in overrides:
         if mapping := mappings.key_of(text, valid):

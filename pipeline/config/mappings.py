@@ -32,7 +32,7 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
-class Entry:
+class Argument:
     """One argument."""
 
     text: str
@@ -60,7 +60,7 @@ def key_of(text: str, valid: dict[str, Key]) -> Key | None:
     return None
 
 
-def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
+def read(text: str, key: Key, parse: Callable[[str], Any]) -> Argument:
     """Read the argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
 
     Raises:
@@ -83,7 +83,7 @@ def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
     if rest[:1] not in ("", "=") or not (rest or removes):
         raise ValueError(f"the argument {text!r} cannot be read as key=value; {_form(key)}")
     if removes:
-        return Entry(text, key, tuple(names), None, removes=True)
+        return Argument(text, key, tuple(names), None, removes=True)
     try:
         value = _value(rest[1:], parse)
     except ValueError as error:
@@ -91,10 +91,10 @@ def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
     if _inner(key.type, len(names)) is str and not isinstance(value, str | None):
         # Read as a number or a truth value and made text again, `1.10` would be `1.1`.
         value = rest[1:]
-    return Entry(text, key, tuple(names), value)
+    return Argument(text, key, tuple(names), value)
 
 
-def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
+def lay_over(settings: DictConfig, entries: Iterable[Argument]) -> None:
     """Merge the entries into `settings`, in order. A mapping is merged with the existing one, but an empty one replaces
     it.
 
@@ -201,7 +201,7 @@ def _set(node: Any, name: str, value: Any) -> None:
         _set(inner, key, part)
 
 
-def _remove(settings: DictConfig, entry: Entry) -> None:
+def _remove(settings: DictConfig, entry: Argument) -> None:
     node: Any = OmegaConf.select(settings, entry.key.name)
     if not entry.names:
         node.clear()

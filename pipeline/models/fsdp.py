@@ -28,7 +28,7 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.precision import torch_dtype
-from pipeline.models.save import WeightFiles, gathered_blocks, partial_of, take_place
+from pipeline.models.save import WeightWriter, gathered_blocks, partial_of, take_place
 from pipeline.models.save_settings import save_settings
 from pipeline.models.slices import adopt, take_slices
 
@@ -187,7 +187,7 @@ def save_hf(
     rank = dist.get_rank() if dist.is_initialized() else 0
     error: Exception | None = None
     partial = partial_of(folder)
-    files = WeightFiles(model.lm, partial)
+    files = WeightWriter(model.lm, partial)
     try:
         if rank == 0:
             partial.mkdir(parents=True)

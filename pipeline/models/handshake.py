@@ -66,7 +66,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Handshake:
+class Comparison:
     """Result of a comparison."""
 
     way: Way
@@ -187,7 +187,7 @@ class Compared:
         return Difference(form, float(sizes.mean()), float(sizes.max()), longest, dict(sorted(largest.items())))
 
 
-def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype) -> Handshake:
+def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype) -> Comparison:
     """Compare engine and trainer, and find the way in which they agree; a collective.
 
     Args:
@@ -199,7 +199,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
     first = Way(compared.config._attn_implementation, passes.packed, passes.shared)
     limit = Limit(LIMIT, LIMIT, "in float32") if exact else _rounded(compared, first, dtype)
     before = compared.differences(first)
-    found = Handshake(first, first, before, before, limit)
+    found = Comparison(first, first, before, before, limit)
     if exact and not found.agrees:
         # Rounding in float32 grows with a model's depth. Without kernels for float64 the limit remains.
         with suppress(*NOT_HAD):
@@ -264,7 +264,7 @@ def _by_prompt(rows: TokenBatch) -> list[list[int]]:
     return packs
 
 
-def sentence(found: Handshake, plan: GreetingPlan) -> str:
+def sentence(found: Comparison, plan: GreetingPlan) -> str:
     """Describe the result of the handshake."""
     worst = found.worst
     if found.agrees and found.way == found.first:

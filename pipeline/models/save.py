@@ -113,7 +113,7 @@ def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = No
     yield block
 
 
-class WeightFiles:
+class WeightWriter:
     """The safetensors files of a model's folder, written one after the other.
 
     Args:

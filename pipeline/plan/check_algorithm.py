@@ -57,7 +57,7 @@ def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iter
                 f"it: {module}:{name}"
             )
     elif not entry.built_in and any(other.owns(entry.function) for other in others.values()):
-        yield f"{key}={name} is registered as another kind of function; see `slipstream docs extending` for both"
+        yield f"{key}={name} is registered as another kind of function; see `slipstream docs algorithms` for both"
 
 
 def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:

@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
     values: dict[str, Any]
 
 
-class Encoder:
+class PromptEncoder:
     """Encoder of rows of the stream, which counts the rows that it leaves out."""
 
     def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:

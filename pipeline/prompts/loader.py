@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.cells import plain, without_nulls
 from pipeline.config.data import DataConfig
 from pipeline.errors import nearest
-from pipeline.prompts.encode import Encoder, Prompt, data_source, structured, to_table
+from pipeline.prompts.encode import Prompt, PromptEncoder, data_source, structured, to_table
 from pipeline.prompts.feedback import outcomes
 from pipeline.prompts.generator import Generator
 from pipeline.prompts.parquet import Place, PromptFile
@@ -40,7 +40,7 @@ class PromptLoader:
         self,
         files: list[PromptFile],
         data: DataConfig,
-        encoder: Encoder,
+        encoder: PromptEncoder,
         seed: int,
         split: str = "train",
         sampler: Sampler | None = None,

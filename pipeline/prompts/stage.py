@@ -22,7 +22,7 @@ from pipeline.derived import uses_filter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder, stamp, to_table
+from pipeline.prompts.encode import PromptEncoder, stamp, to_table
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.parquet import check_prompts
@@ -153,7 +153,7 @@ def loaders(
     # A wrong file is refused before the seconds that importing transformers takes.
     chat = ChatTokenizer(load_tokenizer(model), data)
     quarantine = Quarantine(data.max_bad_rows, run_dir)
-    encoders = {split: Encoder(chat, quarantine, limits[split]) for split in ("train", "val")}
+    encoders = {split: PromptEncoder(chat, quarantine, limits[split]) for split in ("train", "val")}
     made = make_sampler(data, seed), make_generator(data, seed)
     training = PromptLoader(train, data, encoders["train"], seed, "train", *made, epochs, run_dir or "", lag)
     return training, PromptLoader(val, data, encoders["val"], seed, "val") if val else None

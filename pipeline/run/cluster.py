@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from pipeline.run.begin import join, start_here
 from pipeline.run.submitted import check_address, joined
-from pipeline.upstream.ray_jobs import Job
+from pipeline.upstream.ray_jobs import RayJobConfig
 
 ENV = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -62,7 +62,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
-        "job_config": Job(),
+        "job_config": RayJobConfig(),
     }
     if address := joined():
         check_address()

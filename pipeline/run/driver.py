@@ -50,7 +50,7 @@ from pipeline.upstream import apart
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """The end of a run: `finished`, `interrupted` or `failed`, and the reason for a failure."""
 
     status: str
@@ -84,7 +84,7 @@ def run(
     kept: Fingerprints,
     policy: str | None = None,
     lost: Callable[[], str | None] = lambda: None,
-) -> Outcome:
+) -> RunResult:
     """Train as `config` defines; Ray is running and everything has been checked.
 
     Args:
@@ -210,18 +210,20 @@ def run(
     if program is not None:
         apart.end()
         keeper.close()
-        return Outcome("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
+        return RunResult("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
     if problem:
         # The rest of the run ends at its next call of the store.
         ray.kill(store)
         keeper.close()
-        return Outcome("failed", problem)
+        return RunResult("failed", problem)
     if ends and monitor.ended is None:
         # The event was lost with the store.
         monitor.handle(ends[0])
     keeper.close()
     if failure:
-        return Outcome("failed", sentence(failure[0]))
+        return RunResult("failed", sentence(failure[0]))
     if monitor.ended is None:
-        return Outcome("interrupted") if interrupted else Outcome("failed", "the train workers ended without a word")
-    return Outcome("interrupted" if monitor.ended.stopped else "finished")
+        return (
+            RunResult("interrupted") if interrupted else RunResult("failed", "the train workers ended without a word")
+        )
+    return RunResult("interrupted" if monitor.ended.stopped else "finished")

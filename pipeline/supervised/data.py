@@ -48,7 +48,7 @@ class RowGroup(NamedTuple):
         return self.file.row_groups[self.number]
 
 
-class Encoder(ABC, Generic[D]):
+class RowEncoder(ABC, Generic[D]):
     """Encoder of a file's rows as token rows, with the model's chat template."""
 
     def __init__(self, tokenizer: Any, data: D) -> None:
@@ -182,7 +182,7 @@ class Encoder(ABC, Generic[D]):
         return last + 1
 
 
-def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
+def read(group: RowGroup, encoder: RowEncoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
     """Yield the encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
     rows = encoder.whole(_read(group, encoder, group.rows), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
@@ -192,7 +192,7 @@ def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | N
         yield encoder.encode(rows.take(pa.array(part)), places)
 
 
-def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
+def _read(group: RowGroup, encoder: RowEncoder[Any], rows: int) -> pa.Table:
     """Read the first rows of a row group. Raises ValueError if one has images, videos or sound."""
     media = group.file.media
     columns = [name for name in [*encoder.columns(), *media] if name]
@@ -205,7 +205,7 @@ def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
     return pa.Table.from_batches([batch for _, batch in parts]).drop_columns(media)
 
 
-def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
+def notes(groups: list[RowGroup], encoder: RowEncoder[Any]) -> Iterator[str]:
     """Encode the first rows of the files; yields sentences on columns and fields that nothing reads.
 
     Raises:
@@ -221,7 +221,9 @@ def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
     yield from encoder.omissions.notes
 
 
-def held_rows(groups: list[RowGroup], encoder: Encoder[Any], limit: int, rank: int, world_size: int) -> pa.Table | None:
+def held_rows(
+    groups: list[RowGroup], encoder: RowEncoder[Any], limit: int, rank: int, world_size: int
+) -> pa.Table | None:
     """Hold one rank's share of the first `limit` rows (all if negative) in memory; None without row groups."""
     tables: list[pa.Table] = []
     rows_before = 0
@@ -241,7 +243,7 @@ class Reader:
     """The Ray Data stage: numbers of row groups in, token rows out."""
 
     def __init__(
-        self, groups: list[RowGroup], encoder: type[Encoder[Any]], model: ModelConfig, data: Any, seed: int
+        self, groups: list[RowGroup], encoder: type[RowEncoder[Any]], model: ModelConfig, data: Any, seed: int
     ) -> None:
         self.groups = groups
         self.seed = seed
@@ -255,7 +257,7 @@ class Reader:
 
 def train_dataset(
     groups: list[RowGroup],
-    encoder: type[Encoder[Any]],
+    encoder: type[RowEncoder[Any]],
     model: ModelConfig,
     data: SupervisedDataConfig,
     seed: int,

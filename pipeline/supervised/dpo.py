@@ -22,8 +22,8 @@ from pipeline.models.packing import pack
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.sharing import Passes, share_prefixes
 from pipeline.rows import flat
-from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, Answers, DPOEncoder
-from pipeline.supervised.loop import Settings, SupervisedLoop
+from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, AnswerBatch, DPOEncoder
+from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
 """Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and pairs whose
@@ -42,7 +42,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     measured = SUMS
     first_pass = True
 
-    def __init__(self, settings: Settings[DPOConfig]) -> None:
+    def __init__(self, settings: WorkerSettings[DPOConfig]) -> None:
         self.loss = get_preference_loss(settings.config.loss.type)
         self._dropped = 0.0
         super().__init__(settings)
@@ -158,23 +158,23 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
     # The forward pass.
 
-    def _packs(self, answers: Answers, members: list[int]) -> list[list[int]]:
+    def _packs(self, answers: AnswerBatch, members: list[int]) -> list[list[int]]:
         """Return the packs of a row's answers: one, if they share a copy of their prompt."""
         return share_prefixes(answers.tokens, members, self.config.trainer.max_token_len_per_gpu, self._shared)
 
     def lengths(self, table: pa.Table) -> list[int]:
         """Count the tokens of each row; if padded, for a micro-batch in which it is the longest row."""
-        answers = Answers.of(table)
+        answers = AnswerBatch.of(table)
         lengths = []
         for members in answers.of_row(len(table)):
             of_packs = answers.tokens.pack_lengths(self._packs(answers, members))
             lengths.append(sum(of_packs) if self.packed else len(of_packs) * max(of_packs, default=0))
         return lengths
 
-    def _forward(self, part: pa.Table) -> tuple[Answers, Tensor, Tensor]:
+    def _forward(self, part: pa.Table) -> tuple[AnswerBatch, Tensor, Tensor]:
         """Run a micro-batch; returns its answers, and for each the sum of its log-probs [C] float64 and its number of
         learnt tokens [C]."""
-        answers = Answers.of(part)
+        answers = AnswerBatch.of(part)
         packs = [one for members in answers.of_row(len(part)) for one in self._packs(answers, members)]
         inputs = pack(answers.tokens, packs, read=answers.learnt, packed=self.packed).to(self.device)
         log_probs = self.model(

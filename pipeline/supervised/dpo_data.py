@@ -17,7 +17,7 @@ from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.special_tokens import Spellings
 from pipeline.prompts.parquet import Slice
 from pipeline.rows import INTS, flat
-from pipeline.supervised.data import Encoder, RowGroup
+from pipeline.supervised.data import RowEncoder, RowGroup
 from pipeline.supervised.preference import cell_messages, check_sides, prompt_messages
 
 CHOSEN, REJECTED = SIDES = ("chosen", "rejected")
@@ -38,7 +38,7 @@ Segments = list[tuple[str, bool]]
 """Texts of an answer, each with True if it is learnt."""
 
 
-class DPOEncoder(Encoder[DPODataConfig]):
+class DPOEncoder(RowEncoder[DPODataConfig]):
     """Encoder of pairs as rows of `SCHEMA`."""
 
     schema = SCHEMA
@@ -206,7 +206,7 @@ def _begins_answer(messages: Messages, place: int) -> bool:
     return len(roles) == 2 and roles[1] == "assistant" != roles[0]
 
 
-class Answers(NamedTuple):
+class AnswerBatch(NamedTuple):
     """C answers of the rows of a table, as contexts after their prompts."""
 
     tokens: TokenBatch
@@ -218,7 +218,7 @@ class Answers(NamedTuple):
     """[C] int64, the index of each answer's side in `SIDES`."""
 
     @classmethod
-    def of(cls, table: pa.Table) -> "Answers":
+    def of(cls, table: pa.Table) -> "AnswerBatch":
         """Collect the answers of both sides, row by row; absent ones are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
         ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)

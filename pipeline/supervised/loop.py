@@ -35,7 +35,7 @@ from pipeline.models.pretrained import Pretrained
 from pipeline.models.repeatable import check_repeatable
 from pipeline.models.sharing import Passes
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.supervised.data import Encoder, RowGroup, held_rows
+from pipeline.supervised.data import RowEncoder, RowGroup, held_rows
 from pipeline.threads import compute_threads
 from pipeline.train.feed import TimedIterator
 from pipeline.train.optim import build_optimizer, build_scheduler
@@ -46,7 +46,7 @@ NOTES = "training_notes.txt"
 
 
 @dataclass(frozen=True)
-class Settings(Generic[C]):
+class WorkerSettings(Generic[C]):
     """The arguments of every train worker; `progress` is the actor that takes `post(dict)`."""
 
     loop: "type[SupervisedLoop[C]]"
@@ -56,7 +56,7 @@ class Settings(Generic[C]):
     progress: Any
 
 
-def train_loop(settings: dict[str, Settings[Any]]) -> None:
+def train_loop(settings: dict[str, WorkerSettings[Any]]) -> None:
     """Entry point of a Ray Train worker."""
     config = settings["settings"]
     config.loop(config).run()
@@ -73,11 +73,11 @@ class SupervisedLoop(ABC, Generic[C]):
             `first_pass`.
     """
 
-    encoder: ClassVar[type[Encoder[Any]]]
+    encoder: ClassVar[type[RowEncoder[Any]]]
     measured: ClassVar[tuple[str, ...]]
     first_pass: ClassVar[bool] = False
 
-    def __init__(self, settings: Settings[C]) -> None:
+    def __init__(self, settings: WorkerSettings[C]) -> None:
         self.settings = settings
         self.config = settings.config
         trainer = self.config.trainer

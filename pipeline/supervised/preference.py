@@ -21,15 +21,15 @@ from pipeline.conversations import Messages, begun_answer, may_be_messages, read
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
-from pipeline.supervised.data import Encoder, lists
-from pipeline.supervised.loop import Settings, SupervisedLoop
+from pipeline.supervised.data import RowEncoder, lists
+from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
 """Tokens and margin of a pair. A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
-class PreferenceEncoder(Encoder[PreferenceDataConfig]):
+class PreferenceEncoder(RowEncoder[PreferenceDataConfig]):
     """Encoder of pairs as rows of `SCHEMA`."""
 
     @staticmethod
@@ -193,7 +193,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
     encoder = PreferenceEncoder
     measured = MEASURED
 
-    def __init__(self, settings: Settings[PreferenceConfig]) -> None:
+    def __init__(self, settings: WorkerSettings[PreferenceConfig]) -> None:
         super().__init__(settings)
         self._dropped = 0.0
         self._last_tokens: set[int] = set()

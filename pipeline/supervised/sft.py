@@ -22,14 +22,14 @@ from pipeline.models.policy import Policy, load_policy
 from pipeline.models.special_tokens import Spellings
 from pipeline.omissions import check_tools
 from pipeline.rows import INTS
-from pipeline.supervised.data import Encoder, lists
+from pipeline.supervised.data import RowEncoder, lists
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
 """Two lists of equal length; the mask is 1 for the assistant's tokens."""
 
 
-class SFTEncoder(Encoder[SFTDataConfig]):
+class SFTEncoder(RowEncoder[SFTDataConfig]):
     """Encoder of conversations as rows of `SCHEMA`."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from pipeline.upstream import private
 DECIDES = "_runtime_env_has_working_dir"
 
 
-class Job(JobConfig):
+class RayJobConfig(JobConfig):
     """The settings of such a job. `PYTHONPATH` has the current folder, after Slipstream's (`run/cluster.py`).
 
     Raises:

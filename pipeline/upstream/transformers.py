@@ -27,8 +27,8 @@ def replaced_loader(
 ) -> Iterator[None]:
     """Replace the loader that `from_pretrained` calls within the block.
 
-    A rank must read only its slices, and a trial no weights. transformers reads slices only for its own parallelism:
-    https://github.com/huggingface/transformers/pull/45028
+    A rank must read only its slices, and a trial no weights. transformers reads slices only for its own
+    parallelism: https://github.com/huggingface/transformers/pull/45028
 
     Args:
         load: called as the loader, with the loader itself before its arguments.

@@ -50,8 +50,8 @@ def repack_experts(model: Any) -> None:
 def unused_layers(worker: Any, adapter: int) -> set[str]:
     """Return the layers in a worker's adapter that its model does not have.
 
-    `add_lora` compares only the ends of names, and ignores the others. No issue was found for it
-    (`LoRAModelManager.modules`).
+        `add_lora` compares only the ends of names, and ignores the others. No issue was found for it
+        (`LoRAModelManager.modules`).
 
     Raises:
         ImportError: the adapters of this vLLM are kept in another form.

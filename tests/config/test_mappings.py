@@ -209,7 +209,9 @@ def test_settings_of_a_named_section_have_the_types_of_their_keys(tmp_path: Path
 def test_settings_of_a_named_section_made_in_python_are_checked() -> None:
     config = Config()
     config.agent.named = {"a": {"tool": ["a:b"]}}
-    with pytest.raises(ConfigError, match=r"no key agent\.named\.a\.tool; did you mean agent\.named\.a\.tools"):
+    with pytest.raises(
+        ConfigError, match=r"the key agent\.named\.a\.tool does not exist; did you mean agent\.named\.a\.tools"
+    ):
         check(config)
     config.agent.named = {"a": "x"}  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"agent\.named\.a='x' does not fit; expected a mapping"):

@@ -101,12 +101,12 @@ def policy_of(path: Path) -> tuple[Policy, Passes]:
 
 def found(
     policy: Policy, passes: Passes, greeting: Greeting, dtype: torch.dtype = torch.float32
-) -> handshake.Handshake:
+) -> handshake.Comparison:
     compared = Compared(policy, greeting, CPU, 256)
     return shake_hands(compared, passes, dtype == torch.float32, dtype)
 
 
-def at_first(found: handshake.Handshake) -> handshake.Handshake:
+def at_first(found: handshake.Comparison) -> handshake.Comparison:
     """As if there were no other way."""
     return replace(found, way=found.first, differences=found.before)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder
+from pipeline.prompts.encode import PromptEncoder
 from pipeline.prompts.files import resolve
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.loader import PromptLoader
@@ -77,7 +77,7 @@ def loader_of(tokenizer: Any, tmp_path: Path) -> Callable[..., PromptLoader]:
     ) -> PromptLoader:
         data = DataConfig(**{"shuffle_window_rows": 8} | changes)
         files = resolve(paths, f"data.{split}_files") if paths else []
-        encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
+        encoder = PromptEncoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
         made = make_sampler(data, seed), make_generator(data, seed)
         return PromptLoader(files, data, encoder, seed, split, *made, epochs, str(tmp_path / "run"), lag)
 

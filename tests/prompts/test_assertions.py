@@ -11,7 +11,7 @@ from pipeline.config.data import DataConfig
 from pipeline.prompts import files
 from pipeline.prompts.assertions import check_assertions
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder
+from pipeline.prompts.encode import PromptEncoder
 from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.reward.truths import TruthCheck, truth_check
@@ -30,7 +30,7 @@ def loader(write: Callable[..., str], prompt_row: Callable[..., dict[str, Any]],
             prompt_row(i, data_source=source, reward_model={"ground_truth": truth}) for i, truth in enumerate(truths)
         ]
         config = DataConfig(train_files=write(rows, name), shuffle=False, max_bad_rows=most, **data)
-        encoder = Encoder(ChatTokenizer(tokenizer, config), Quarantine(most), row_limits(Config())["train"])
+        encoder = PromptEncoder(ChatTokenizer(tokenizer, config), Quarantine(most), row_limits(Config())["train"])
         return PromptLoader(files.resolve(config.train_files, "data.train_files"), config, encoder, 0)
 
     return make

@@ -8,7 +8,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import COLUMNS, Encoder, Prompt, to_json, to_table
+from pipeline.prompts.encode import COLUMNS, Prompt, PromptEncoder, to_json, to_table
 from pipeline.prompts.parquet import Place
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.sampling import row_limits
@@ -19,7 +19,7 @@ PLACE = Place("f.parquet", 2, 17)
 @pytest.fixture
 def encoder_of(tokenizer):
     def make(limit=0, **data):
-        return Encoder(ChatTokenizer(tokenizer, DataConfig(**data)), Quarantine(limit))
+        return PromptEncoder(ChatTokenizer(tokenizer, DataConfig(**data)), Quarantine(limit))
 
     return make
 
@@ -66,7 +66,7 @@ def test_a_row_that_asks_for_what_cannot_be_sampled_ends_the_run_with_its_place(
     config.data.max_response_length = 32
     asked = prompt_row(1, extra_info={"sampling_params": {"max_tokens": 33}})
     for limits in row_limits(config).values():
-        encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), limits)
+        encoder = PromptEncoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), limits)
         with pytest.raises(ValueError) as error:
             encoder(prompts(prompt_row(0), asked))
         assert str(error.value).startswith("f.parquet, row 1 (row group 2)")
@@ -79,7 +79,7 @@ def test_a_row_that_asks_for_what_cannot_be_sampled_ends_the_run_with_its_place(
 def test_a_row_chooses_one_of_the_agents(tokenizer, prompt_row):
     config = Config()
     config.agent.named = {"calc": {"tools": ["a:b"]}}
-    encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    encoder = PromptEncoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
     names = ["calc", None, "tool_agent", "single_turn_agent"]
     rows = encoder(prompts(*(prompt_row(0, agent_name=name) for name in names), prompt_row(0)))
     assert to_table(rows)["agent_name"].to_pylist() == [*names, None]
@@ -92,12 +92,12 @@ def test_a_row_chooses_one_of_the_agents(tokenizer, prompt_row):
 def test_episodes_continue_no_begun_answer(tokenizer, prompt_row):
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
     config = Config()
-    plain = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    plain = PromptEncoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
     (row,) = plain(prompts(prompt_row(0, prompt=begun)))
     assert json.loads(row["prompt"]) == begun and tokenizer.decode(row["prompt_ids"]) == "<user>x<assistant>So"
     # A program, and an environment, may put messages behind it.
     config.agent.named = {"calc": {"tools": ["a:b"]}, "game": {"environment": "a:B"}, "mine": {"program": "a:run"}}
-    encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    encoder = PromptEncoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
     assert len(encoder(prompts(*(prompt_row(0, prompt=begun, agent_name=name) for name in ("game", "mine"))))) == 2
     for name in ("calc", None):
         with pytest.raises(ValueError, match=r"row 0 .*: the last message is the assistant's, and an answer of an epi"):

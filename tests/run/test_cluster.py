@@ -9,7 +9,7 @@ import pytest
 import slipstream
 from pipeline.run import cluster
 from pipeline.run.cluster import ENV, HOOK, environment
-from pipeline.upstream.ray_jobs import Job
+from pipeline.upstream.ray_jobs import RayJobConfig
 
 OWN = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def test_workers_of_a_submitted_job_look_into_its_folder_after_slipstreams(monke
     monkeypatch.setattr(cluster, "join", lambda address, options: given.append(options))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     assert cluster.start(None, None, {}) and given[0]["runtime_env"][HOOK] == "slipstream.own_first"
-    assert isinstance(given[0]["job_config"], Job)
+    assert isinstance(given[0]["job_config"], RayJobConfig)
     # A hook that the job came with is not replaced.
     os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = f'{{"runtime_env": {{"{HOOK}": "mine.begin"}}}}'
     assert cluster.start(None, None, {}) and HOOK not in given[1]["runtime_env"]

@@ -22,7 +22,7 @@ from pipeline.config.preference import DPOConfig, DPODataConfig
 from pipeline.models.fsdp import full_state_dict
 from pipeline.supervised.dpo import DPOLoop
 from pipeline.supervised.dpo_data import SCHEMA, DPOEncoder
-from pipeline.supervised.loop import Settings
+from pipeline.supervised.loop import WorkerSettings
 from tests.sentences import Named
 from tests.train.updates import spawn, worlds
 
@@ -247,7 +247,7 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
         patch.object(ray.train, "get_dataset_shard", return_value=shard),
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
-        return DPOLoop(Settings(DPOLoop, config, len(tables), [], progress))
+        return DPOLoop(WorkerSettings(DPOLoop, config, len(tables), [], progress))
 
 
 def shifted(loop: DPOLoop, amount: float = 0.05) -> None:

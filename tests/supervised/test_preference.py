@@ -20,7 +20,7 @@ from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
 from pipeline.models.fsdp import NotSavedError
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.supervised.data import held_rows, read
-from pipeline.supervised.loop import Settings
+from pipeline.supervised.loop import WorkerSettings
 from pipeline.supervised.preference import MEASURED, SCHEMA, PreferenceEncoder, PreferenceLoop, bradley_terry, collate
 from tests.models.test_reward_model import build, ragged, theirs
 from tests.sentences import Named
@@ -246,7 +246,7 @@ def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[Prefer
         patch.object(ray.train, "get_dataset_shard", return_value=shard),
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
-        return PreferenceLoop(Settings(PreferenceLoop, config, len(tables), [], progress)), posted
+        return PreferenceLoop(WorkerSettings(PreferenceLoop, config, len(tables), [], progress)), posted
 
 
 @pytest.mark.usefixtures("one_rank")

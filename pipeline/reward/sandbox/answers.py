@@ -8,17 +8,17 @@ import json
 from typing import Any
 
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.outcome import MAX_REASON, Outcome
+from pipeline.reward.sandbox.outcome import MAX_REASON, ProgramRun
 
 
-class Failed(Exception):
+class NoValue(Exception):
     """Error of a call without a value. The message is the reason in a few words."""
 
 
 class Answers:
     """Values by the number of their call."""
 
-    def __init__(self, outcome: Outcome, most: int) -> None:
+    def __init__(self, outcome: ProgramRun, most: int) -> None:
         """Split the program's result; `most` bounds the bytes of all answers together."""
         self._lines = outcome.result[:most].split(b"\n")
         self._cut = len(outcome.result) > most
@@ -26,7 +26,7 @@ class Answers:
         self._known: dict[int, Any] = {}
 
     def __getitem__(self, number: int) -> Any:
-        """Return the value of a call. Raises `Failed` if it has none."""
+        """Return the value of a call. Raises `NoValue` if it has none."""
         if number not in self._known:
             self._known[number] = self._read(number)
         return self._known[number]
@@ -34,12 +34,12 @@ class Answers:
     def _read(self, number: int) -> Any:
         # The text after the last line end is empty, or an unfinished answer.
         if number >= len(self._lines) - 1:
-            raise Failed("an answer that is longer than any right one" if self._cut else self._why)
+            raise NoValue("an answer that is longer than any right one" if self._cut else self._why)
         try:
             answer = json.loads(self._lines[number])
             if "value" in answer:
                 return values.unpack(answer["value"])
             reason = answer.get("other") or answer["error"]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
-            raise Failed("an answer that is not plain data") from None
-        raise Failed(str(reason)[:MAX_REASON])
+            raise NoValue("an answer that is not plain data") from None
+        raise NoValue(str(reason)[:MAX_REASON])

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.reward.sandbox.answers import Answers, Failed
+from pipeline.reward.sandbox.answers import Answers, NoValue
 from pipeline.reward.sandbox.forms import Refused, form_of, shown
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, ERRORS, FUNCTIONS, UNARY
@@ -35,7 +35,7 @@ Target = str | list[Any]
 
 
 @dataclass(frozen=True)
-class Value:
+class Part:
     """A part of an expression."""
 
     of: Callable[[Answers], Any]
@@ -49,7 +49,7 @@ class Assertions:
 
     calls: tuple[str, ...]
     """Calls that the program has to make, in the form that `inside/driver.py` reads."""
-    claims: tuple[tuple[Value, str], ...]
+    claims: tuple[tuple[Part, str], ...]
     """Conditions that must be true, each with its message."""
 
     def failure(self, answers: Answers) -> str:
@@ -58,7 +58,7 @@ class Assertions:
             try:
                 if not claim.of(answers):
                     return f"assertion failed {message}".strip()[:MAX_REASON]
-            except Failed as error:
+            except NoValue as error:
                 return str(error)
             except ERRORS as error:
                 return f"{type(error).__name__}: {error}"[:MAX_REASON]
@@ -95,7 +95,7 @@ class _Reader:
 
     def __init__(self, tree: ast.Module) -> None:
         self.calls: list[str] = []
-        self.claims: list[tuple[Value, str]] = []
+        self.claims: list[tuple[Part, str]] = []
         self.functions: dict[str, ast.FunctionDef] = {}
         self.entered: set[str] = set()
         self.imported: dict[str, str] = {MATH: MATH, "isclose": f"{MATH}.isclose"}
@@ -153,7 +153,7 @@ class _Reader:
 
     # Expressions
 
-    def truth(self, node: ast.expr) -> Value:
+    def truth(self, node: ast.expr) -> Part:
         """Read an expression for its truth value."""
         value = self.value(node)
         match node:
@@ -166,12 +166,12 @@ class _Reader:
                     raise Refused("a function of the program that decides on results of the program", node)
         return value
 
-    def value(self, node: ast.expr) -> Value:
+    def value(self, node: ast.expr) -> Part:
         if (literal := _literal(node)) is not None:
-            return Value(lambda _: literal, True)
+            return Part(lambda _: literal, True)
         match node:
             case ast.Constant(value) if value is not Ellipsis:
-                return Value(lambda _: value, True)
+                return Part(lambda _: value, True)
             case ast.List(items):
                 return self.made(node, lambda *parts: list(parts), *map(self.value, items))
             case ast.Tuple(items):
@@ -202,17 +202,17 @@ class _Reader:
                 return self.called(node)
         raise Refused(form_of(node), node)
 
-    def made(self, node: ast.expr, function: Callable[..., Any], *parts: Value) -> Value:
+    def made(self, node: ast.expr, function: Callable[..., Any], *parts: Part) -> Part:
         """Apply `function` to the parts; at once, if they are constants."""
         if not all(part.constant for part in parts):
-            return Value(lambda answers: function(*(part.of(answers) for part in parts)))
+            return Part(lambda answers: function(*(part.of(answers) for part in parts)))
         try:
             constant = function(*(part.of(_NO_ANSWERS) for part in parts))
         except ERRORS as error:
             raise Refused(f"`{shown(node)}`, which raises {type(error).__name__}: {error}") from error
-        return Value(lambda _: constant, True)
+        return Part(lambda _: constant, True)
 
-    def joined(self, every: bool, operands: list[ast.expr]) -> Value:
+    def joined(self, every: bool, operands: list[ast.expr]) -> Part:
         """Join operands by `and` (`every`) or `or`."""
         parts = [self.truth(operand) for operand in operands]
 
@@ -223,9 +223,9 @@ class _Reader:
                     break
             return found
 
-        return Value(join, all(part.constant for part in parts))
+        return Part(join, all(part.constant for part in parts))
 
-    def compared(self, node: ast.Compare) -> Value:
+    def compared(self, node: ast.Compare) -> Part:
         operands = [node.left, *node.comparators]
         truths = any(isinstance(side, ast.Constant) and isinstance(side.value, bool) for side in operands)
         for sign, sides in zip(node.ops, zip(operands, operands[1:], strict=False), strict=True):
@@ -244,21 +244,21 @@ class _Reader:
                 left = right
             return True
 
-        return Value(chain, all(part.constant for part in parts))
+        return Part(chain, all(part.constant for part in parts))
 
-    def named(self, node: ast.Name | ast.Attribute) -> Value:
+    def named(self, node: ast.Name | ast.Attribute) -> Part:
         """Return a constant of `math`."""
         name = self.imported_name(node)
         module, _, constant = name.rpartition(".")
         if module != MATH or constant not in CONSTANTS:
             raise Refused(f"the name `{shown(node)}`")
-        return Value(lambda _: CONSTANTS[constant], True)
+        return Part(lambda _: CONSTANTS[constant], True)
 
-    def called(self, node: ast.Call) -> Value:
+    def called(self, node: ast.Call) -> Part:
         target = self.target(node.func)
         if not isinstance(target, tuple):
             number = self.call(target, node)
-            return Value(lambda answers: answers[number])
+            return Part(lambda answers: answers[number])
         name, function, keywords = target
         named = {}
         for keyword in node.keywords:

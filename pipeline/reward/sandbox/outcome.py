@@ -13,7 +13,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramRun:
     """Result of one run of a program."""
 
     ended: str

@@ -17,7 +17,7 @@ import httpx
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.inside import driver, values
 from pipeline.reward.sandbox.isolation import PACKAGE, SandboxError
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 
 PAUSE_S = 0.5  # before the second attempt; doubled for each further one
 MAX_PAUSE_S = 10.0
@@ -59,7 +59,7 @@ print(job["mark"] + b"".join(answers).decode(errors="replace"))
 """
 
 
-def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
+def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[ProgramRun, None, None]:
     """Yield outcomes of the tests of one program, as `runner.run_tests` does.
 
     Raises:
@@ -89,7 +89,7 @@ def _with_driver(code: str, test: dict[str, Any], mark: str) -> str:
     return _SCRIPT.format(job=json.dumps(job))
 
 
-def _checked(outcome: Outcome, mark: str, config: SandboxConfig) -> Outcome:
+def _checked(outcome: ProgramRun, mark: str, config: SandboxConfig) -> ProgramRun:
     """Apply the limit on output to an outcome of the server, and extract the result that follows `mark`."""
     if mark and mark in outcome.stdout and outcome.ended == "exit":
         return replace(outcome, result=outcome.stdout.rpartition(mark)[2].encode(errors="replace"))
@@ -98,7 +98,9 @@ def _checked(outcome: Outcome, mark: str, config: SandboxConfig) -> Outcome:
     return replace(outcome, ended=ended, stdout=outcome.stdout[:most], stderr=outcome.stderr[:most])
 
 
-def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: float, config: SandboxConfig) -> Outcome:
+def _ask(
+    client: httpx.Client, code: str, stdin: str, limit: float, deadline: float, config: SandboxConfig
+) -> ProgramRun:
     """Run the program once on the server, with tries until it has an outcome or the time is over."""
     request = {
         "code": code,
@@ -140,7 +142,7 @@ class _ServerFailure(Exception):
         self.final = final
 
 
-def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> Outcome:
+def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> ProgramRun:
     """Send one request; raises `_ServerFailure` or `httpx.HTTPError` if it brings no outcome."""
     # JSON may write each character of stdout and stderr in six bytes.
     most = 2 * 6 * max(config.output_kb << 10, values.MAX_FRAME)
@@ -151,7 +153,7 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
         for part in response.iter_bytes():
             received += part
             if len(received) > most:
-                return Outcome("output")  # so much can only be what the program has printed
+                return ProgramRun("output")  # so much can only be what the program has printed
             if time.monotonic() > ends:
                 raise _ServerFailure("an answer that did not end in time")
     text = received[:200].decode(errors="replace")
@@ -168,8 +170,8 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
     stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
     seconds = float(result.get("execution_time") or 0.0)
     if result.get("status") == "TimeLimitExceeded":
-        return Outcome("time", None, stdout, stderr, seconds)
+        return ProgramRun("time", None, stdout, stderr, seconds)
     code = result.get("return_code")
     if result.get("status") != "Finished" or not isinstance(code, int):
         raise _ServerFailure(f"the run's status is {result.get('status')!r} and its return code {code!r}")
-    return Outcome("exit", code, stdout, stderr, seconds)
+    return ProgramRun("exit", code, stdout, stderr, seconds)

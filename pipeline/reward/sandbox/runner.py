@@ -21,7 +21,7 @@ from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation, processes
 from pipeline.reward.sandbox.inside import folders, values
 from pipeline.reward.sandbox.isolation import SandboxError
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 
 START_S = 30.0  # for the supervisor to start, on a machine that is busy
 END_S = 10.0  # for all processes to end
@@ -32,17 +32,17 @@ OWN_MEMORY = 96 << 20  # of the supervisor and the processes around it
 OWN_THREADS = 6
 
 
-def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:
+def run(code: str, stdin: str, config: SandboxConfig) -> ProgramRun:
     """Run a Python program once, as a script.
 
     Raises:
         SandboxError: the sandbox could not be started or did not do its work.
     """
     with closing(run_tests(code, [{"kind": "script", "stdin": stdin}], config)) as outcomes:
-        return next(outcomes, Outcome("time"))
+        return next(outcomes, ProgramRun("time"))
 
 
-def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
+def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[ProgramRun, None, None]:
     """Yield outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
 
     It ends early when `total_timeout_s` is over or the processes together pass a limit.
@@ -88,7 +88,7 @@ def _namespaces() -> str:
     return "namespaces"
 
 
-def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfig) -> Generator[Outcome, None, None]:
+def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfig) -> Generator[ProgramRun, None, None]:
     work = tempfile.mkdtemp(prefix="sandbox-") if kind == "none" else ""
     with ExitStack() as files:
         names = ("job", "errors", "stdout", "stderr", "result")
@@ -115,7 +115,9 @@ def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfi
                 if report is None:
                     return
                 texts = [os.pread(fd, config.output_kb << 10, 0).decode(errors="replace") for fd in fds[:2]]
-                yield Outcome(stdout=texts[0], stderr=texts[1], result=os.pread(fds[2], values.MAX_FRAME, 0), **report)
+                yield ProgramRun(
+                    stdout=texts[0], stderr=texts[1], result=os.pread(fds[2], values.MAX_FRAME, 0), **report
+                )
                 if report["ended"] in ("memory", "processes"):
                     return
         except (OSError, _Broken) as error:

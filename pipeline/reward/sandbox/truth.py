@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.reward.sandbox import grammar
-from pipeline.reward.sandbox.answers import Answers, Failed
+from pipeline.reward.sandbox.answers import Answers, NoValue
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.grammar import Assertions
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.outcome import LIMITS, Outcome
+from pipeline.reward.sandbox.outcome import LIMITS, ProgramRun
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
 # Answers are read only up to the size of right ones: a packed result is at most so many times as long as in JSON or
@@ -32,7 +32,7 @@ class Test:
     most: int = 0
     """Bytes of the answers to calls that are read."""
 
-    def failure(self, outcome: Outcome) -> str:
+    def failure(self, outcome: ProgramRun) -> str:
         """Return the reason why the outcome is wrong, in a few words; "" if it is right."""
         if self.job["kind"] == "script":
             return outcome.failure or ("" if same_text(outcome.stdout, self.expected) else "wrong answer")
@@ -46,7 +46,7 @@ class Test:
             # Some data sets wrap a single result in a list.
             wrapped = isinstance(wanted, list) and len(wanted) == 1 and _same_value(value, wanted[0])
             return "" if wrapped or _same_value(value, wanted) else "wrong answer"
-        except Failed as error:
+        except NoValue as error:
             return str(error)
         except (OverflowError, ValueError):  # of a number as a float, or as a key
             return "wrong answer"

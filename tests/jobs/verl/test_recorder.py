@@ -10,7 +10,7 @@ from jobs.verl.recorder import Command, Recording, ScriptError, record
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
 from pipeline.reward.sandbox.isolation import SandboxError
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 
 HERE = {"HOME": "/home/me", "PWD": "/work/x"}
 
@@ -349,7 +349,7 @@ def test_many_processes_end_with_the_sandbox() -> None:
 def test_without_a_sandbox_a_script_runs_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner.run
 
-    def without_namespaces(code: str, stdin: str, config: SandboxConfig) -> Outcome:
+    def without_namespaces(code: str, stdin: str, config: SandboxConfig) -> ProgramRun:
         if config.isolation == "namespaces":
             raise SandboxError("no user namespaces")
         return run(code, stdin, config)

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from pipeline.config.sandbox import SandboxConfig
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 from pipeline.reward.sandbox.rule import compute_score
 from pipeline.reward.sandbox.runner import run
 
@@ -12,7 +12,7 @@ LIMIT_S = 2.0  # `timeout_s` of the configs
 SLACK_S = 20.0  # of a machine that does other things as well
 
 
-def attempt(code: str, config: SandboxConfig) -> Outcome:
+def attempt(code: str, config: SandboxConfig) -> ProgramRun:
     """Run `code`; it must be over soon after its limit."""
     start = time.monotonic()
     outcome = run(code, "", config)

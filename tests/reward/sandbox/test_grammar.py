@@ -10,7 +10,7 @@ from pipeline.reward.sandbox import grammar
 from pipeline.reward.sandbox.answers import Answers
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import driver, values
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 from tests.bounds import bounded
 
 PROGRAM = """
@@ -64,7 +64,7 @@ def answered(calls: tuple[str, ...], program: str = PROGRAM) -> bytes:
 
 def failure(source: str, program: str = PROGRAM) -> str:
     assertions = grammar.read(source)
-    return assertions.failure(Answers(Outcome("exit", result=answered(assertions.calls, program)), 16 << 20))
+    return assertions.failure(Answers(ProgramRun("exit", result=answered(assertions.calls, program)), 16 << 20))
 
 
 HOLDS = [

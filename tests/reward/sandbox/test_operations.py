@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.reward.sandbox import grammar, operations
 from pipeline.reward.sandbox.answers import Answers
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 from pipeline.reward.sandbox.truth import MAX_CALCULATED
 
 MOST = MAX_CALCULATED // 9  # of an answer: three of them are a third of what is read for a row
@@ -78,7 +78,7 @@ def judged(source: str, value: str) -> float:
     """Seconds of CPU time that an assertion takes whose calls all gave `value`."""
     line = f'{{"value": {value}}}\n'.encode()
     assertions = grammar.read(source)
-    answers = Answers(Outcome("exit", result=line * len(assertions.calls)), 3 * len(line))
+    answers = Answers(ProgramRun("exit", result=line * len(assertions.calls)), 3 * len(line))
     start = time.process_time()
     assertions.failure(answers)
     return time.process_time() - start
@@ -136,7 +136,7 @@ def test_keywords_of_functions_are_those_that_python_takes() -> None:
 
 def test_answers_are_read_up_to_their_limit() -> None:
     line = json.dumps({"value": "a" * 1000}).encode() + b"\n"
-    answers = Answers(Outcome("exit", result=3 * line), 2 * len(line))
+    answers = Answers(ProgramRun("exit", result=3 * line), 2 * len(line))
     assert answers[0] == answers[1] == "a" * 1000
     with pytest.raises(Exception, match="longer than any right one"):
         answers[2]

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import answer, rule, runner
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 from pipeline.reward.sandbox.rule import compute_score
 from tests.reward.sandbox.programs import score
 
@@ -84,8 +84,8 @@ def test_a_failing_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch, config: 
 
 
 def test_tests_after_the_last_outcome_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcomes(*_: Any) -> Generator[Outcome, None, None]:
-        yield Outcome("exit", 0, "2\n")
+    def outcomes(*_: Any) -> Generator[ProgramRun, None, None]:
+        yield ProgramRun("exit", 0, "2\n")
 
     monkeypatch.setattr(rule.runner, "run_tests", outcomes)
     result = score("x", DOUBLE, SandboxConfig())

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.outcome import Outcome
+from pipeline.reward.sandbox.outcome import ProgramRun
 from pipeline.reward.sandbox.truth import MAX_CALCULATED, read, same_text
 from tests.bounds import bounded
 
@@ -137,7 +137,7 @@ def test_outputs_are_compared_by_lines_and_words(printed: str, expected: str, sa
 def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) -> None:
     (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [expected]})
     text = json.dumps({"value": values.pack(result)}).encode() + b"\n"
-    assert (test.failure(Outcome("exit", result=text)) == "") is same
+    assert (test.failure(ProgramRun("exit", result=text)) == "") is same
 
 
 @pytest.mark.parametrize(
@@ -158,20 +158,22 @@ def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) ->
 def test_a_result_that_is_no_data_is_wrong(text: str) -> None:
     (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [[]]})
     with bounded():
-        assert test.failure(Outcome("exit", result=text.encode() + b"\n")).startswith("an answer that is ")
+        assert test.failure(ProgramRun("exit", result=text.encode() + b"\n")).startswith("an answer that is ")
 
 
 def test_reasons_of_failures_are_short() -> None:
     (test,) = read({"inputs": [""], "outputs": ["1"]})
-    assert test.failure(Outcome("exit", 0, "1\n")) == ""
-    assert test.failure(Outcome("exit", 0, "2\n")) == "wrong answer"
-    assert test.failure(Outcome("exit", 1, "1\n", "Traceback\n\nValueError: no\n")) == "exit status 1: ValueError: no"
-    assert test.failure(Outcome("exit", -9, "1\n")) == "ended by SIGKILL"
-    assert test.failure(Outcome("time", None, "1\n")) == "time limit exceeded"
-    assert len(test.failure(Outcome("exit", 1, "", "x" * 10**6))) <= 200
+    assert test.failure(ProgramRun("exit", 0, "1\n")) == ""
+    assert test.failure(ProgramRun("exit", 0, "2\n")) == "wrong answer"
+    assert (
+        test.failure(ProgramRun("exit", 1, "1\n", "Traceback\n\nValueError: no\n")) == "exit status 1: ValueError: no"
+    )
+    assert test.failure(ProgramRun("exit", -9, "1\n")) == "ended by SIGKILL"
+    assert test.failure(ProgramRun("time", None, "1\n")) == "time limit exceeded"
+    assert len(test.failure(ProgramRun("exit", 1, "", "x" * 10**6))) <= 200
     (test,) = read(["assert f(1)"])
-    assert test.failure(Outcome("exit", 0)) == "the program ended before it had answered"
+    assert test.failure(ProgramRun("exit", 0)) == "the program ended before it had answered"
     # What was answered in time counts.
-    assert test.failure(Outcome("time", result=b'{"value": 1}\n')) == ""
-    assert test.failure(Outcome("time", result=b'{"value": 1}')) == "time limit exceeded"
-    assert test.failure(Outcome("output", result=b'{"value": 1}\n')) == "output limit exceeded"
+    assert test.failure(ProgramRun("time", result=b'{"value": 1}\n')) == ""
+    assert test.failure(ProgramRun("time", result=b'{"value": 1}')) == "time limit exceeded"
+    assert test.failure(ProgramRun("output", result=b'{"value": 1}\n')) == "output limit exceeded"
