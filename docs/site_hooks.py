@@ -1,7 +1,7 @@
-"""What `mkdocs` needs to know of this repository: the README is the site's first page, and links out of `docs/` are text.
+"""Hooks of `mkdocs`: the README is the site's first page, and links to files outside of `docs/` are text.
 
-`SLIPSTREAM_SOURCE` may give the address of the repository's files, for links to code. `SLIPSTREAM_MERMAID` may name a copy
-of `mermaid.min.js`, for a site that loads nothing from other hosts.
+`SLIPSTREAM_SOURCE` may give the address of the repository's files, for links to code. `SLIPSTREAM_MERMAID` may name a
+copy of `mermaid.min.js`, for a site that loads nothing from other hosts.
 """
 
 import os
@@ -41,6 +41,6 @@ def outside(text: str, inside: str) -> str:
 
 
 def source(match: re.Match[str]) -> str:
-    """A link to a file above `docs/`, for the site."""
+    """Return a link to a file above `docs/` as the site has it."""
     address = os.environ.get("SLIPSTREAM_SOURCE")
     return f"[{match[1]}]({address.rstrip('/')}/{match[2].removeprefix('../')})" if address else match[1]
