@@ -1,7 +1,7 @@
 """Episodes in turns: the policy generates a turn, then an environment or tools reply.
 
 Tool calls of a turn go to the tools. A turn without calls goes to the environment; if there is none, such a turn ends
-the episode. Mistakes of the model are told to it in `Reply.messages`; a failure of the environment raises
+the episode. The model reads about its mistakes in `Reply.messages`; a failure of the environment raises
 `EpisodeFailed`.
 """
 
