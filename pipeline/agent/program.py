@@ -77,7 +77,7 @@ def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
     """Give each turn of the policy its reward from the program's result.
 
     Raises:
-        EpisodeFailed: there is no turn, or the number of `rewards` differs from the number of turns.
+        EpisodeFailed: the policy generated no turn, or the number of `rewards` differs from the number of turns.
     """
     if not conversation.contexts:
         raise EpisodeFailed("the program ended without an answer of the policy, so that there is nothing to train")

@@ -172,7 +172,7 @@ def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
         say: function that gets a sentence for each newer checkpoint of the run that is damaged.
 
     Raises:
-        ValueError: there is no complete checkpoint.
+        ValueError: a complete checkpoint does not exist there.
     """
     place = place.rstrip("/")
     found = read(place) or newest(place, say)
