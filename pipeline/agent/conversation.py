@@ -306,7 +306,8 @@ class Conversation:
         return True
 
     def cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Cut the text of a message in the middle to at most `agent.max_observation_tokens` tokens."""
+        """Shorten a message to at most `agent.max_observation_tokens` tokens: a mark replaces the middle of the
+        text."""
         text, most = message["content"], self.config.max_observation_tokens
         bridge = self._chat_format.bridge
         # A token is at least one byte, so most texts need not be encoded to be counted.

@@ -31,7 +31,7 @@ from pipeline.config.agent import AgentConfig
 
 @dataclass
 class Episode:
-    """The result of an episode."""
+    """The result of an episode: token contexts, conversation, rewards, and how the episode ended."""
 
     contexts: list[Context]
     messages: list[dict[str, Any]]

@@ -33,7 +33,7 @@ RETRY_S = 0.2  # seconds until the next attempt to start a process that the mach
 
 
 class Processes:
-    """The environment processes of one `agent` section."""
+    """Starts and ends the environment processes for the episodes of one `agent` section."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config

@@ -39,7 +39,7 @@ an error of its own."""
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, as its engines need them."""
+    """The hosts of a run: their Ray actors, and how long an engine waits for them."""
 
     actors: tuple[Any, ...] = ()
     fewest: int = 0
@@ -78,7 +78,7 @@ BESIDE_ENGINES = Hosts()
 
 
 class HostedEpisode:
-    """An episode, as the host that runs it stores it."""
+    """The state of one episode on a host: session, running request, and queue of the program's questions."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
@@ -117,7 +117,7 @@ class HostedEpisode:
         self._program.put_nowait((frame, None))
 
     async def next(self) -> CallResult:
-        """Return the next question of the program as a frame (a dict), or at the end the program's result."""
+        """Wait for the next question of the program, a frame (dict), or at the end for the program's result."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
             self._room.release()

@@ -51,7 +51,7 @@ class Session:
         self.opened: Content = None
         """Content that the environment's `reset` returned."""
         self.found_room = True
-        """False if the process could not be started because the machine had no memory or descriptors left."""
+        """False if the process could not be started because the operating system had no resources left for it."""
         self.closing: asyncio.Task[None] | None = None
         """The task that ends the episode; None before `close`."""
         self.fresh = True
@@ -61,9 +61,9 @@ class Session:
         self._number = number
         self._loaded = loaded
         self._schemas = {schema["function"]["name"]: schema for schema in loaded.tools}
-        self._failed: str | None = None  # reason if it answers no further requests
+        self._failed: str | None = None  # reason if the session takes no further requests
         self._dead = False
-        self._torn = 0  # frames that were not sent to their end
+        self._torn = 0  # number of frames of which only a part was sent
         self._asking = asyncio.Lock()
         self._ids = itertools.count()
         self._inbox = bytearray()
@@ -127,7 +127,12 @@ class Session:
             raise failed.error from None
 
     async def drive(self, row: dict[str, Any], asked: Asking) -> ProgramResult:
-        """Run the program like `run`, with a receiver of the program's questions that `asked` makes."""
+        """Run the program like `run`, but with another receiver of the questions (frames) that the program sends.
+
+        Args:
+            row: row of the episode, as in `Processes.open`.
+            asked: function that makes the receiver; it gets the function that sends the program a frame.
+        """
         reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))

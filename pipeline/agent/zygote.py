@@ -54,7 +54,7 @@ class ProcessEnd(NamedTuple):
 
     words: str
     started: bool = True
-    """False if the process was not started because the machine had no memory or descriptors left."""
+    """False if the process was not started because the operating system had no resources left for it."""
     lost: bool = False
     """True if the zygote ended, and with it the processes of all episodes."""
 

@@ -50,7 +50,7 @@ class Evaluation:
     """Folder of the evaluated run, whose MLflow store tracks the evaluation; without a run, the folder of the
     result."""
     iteration: int
-    """The run's iteration from which the model is; 0 without a run."""
+    """Iteration of the run that produced the model; 0 without a run."""
     prompts: int
     """Number of rows of the prompt files, including rows that will be left out as too long or unusable."""
     set_aside: str

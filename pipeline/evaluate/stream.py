@@ -85,7 +85,7 @@ class EvaluationPrompts:
 class FixedPolicy:
     """The policy source of an engine that has read its weights from the model's folder: admits every chunk at once.
 
-    The tickets name the version that an engine has before it loads any, so none is ever loaded.
+    The tickets name the version that an engine has at its start, so engines never load another one.
     """
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:

@@ -81,7 +81,8 @@ class Summary:
         return {source: self._metrics([source]) for source in sorted(self._counts)}
 
     def overall(self) -> dict[str, float]:
-        """Return the same metrics over all prompts, each judged as its data source is; empty without prompts."""
+        """Return the metrics of `by_source` over all prompts, each judged as its data source is; empty without
+        prompts."""
         return self._metrics(list(self._counts)) if self._counts else {}
 
     def _metrics(self, sources: list[str]) -> dict[str, float]:

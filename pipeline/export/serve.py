@@ -208,8 +208,10 @@ def weights_alone(model: "ServedModel") -> Iterator["ServedModel"]:
 
 
 def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> None:
-    """Write the model's `generation_config.json`, with all of `ends`, into `folder`; vLLM's `generation_config` is set
-    to it."""
+    """Write the model's `generation_config.json`, with the tokens `ends`, into `folder`.
+
+    vLLM reads it if the option `generation_config` names the folder.
+    """
     from transformers import GenerationConfig
 
     own: dict[str, Any] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.agent.ray_client import RemoteProcesses
 
 NOTHING = LoadedCode([], {}, environment=False, closes=False, forks=False)
-"""The loaded code of an agent whose episodes are single responses: none."""
+"""The description of the user code of an agent that has none, since its episodes are single responses."""
 
 
 class Agent:

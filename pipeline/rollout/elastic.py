@@ -14,7 +14,7 @@ from ray.data.context import AutoscalingConfig
 STARTS = 3
 """Number of consecutive engines that may fail to start before the run ends, in an elastic pool; 0 in a fixed pool."""
 FULL = 1.0
-"""Share of the chunks that a pool's engines can take from which on the pool grows: 1.0 is all."""
+"""Utilisation of a pool (running chunks / chunks that its engines can take) from which on the pool grows."""
 NEVER = -1.0
 
 

@@ -52,7 +52,7 @@ LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
 MISSING = "/missing_rate"
 """Suffix of the metrics that give the fraction of rows in which a number of the reward is missing."""
 ROWS_FOR_NAMES = 64
-"""Number of rows in which the names without a metric are looked up."""
+"""Number of recorded rows that are read to find the names without a metric."""
 
 
 @dataclass
@@ -292,7 +292,7 @@ class RunMonitor:
             self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
 
     def _tell_missing(self, metrics: dict[str, float]) -> None:
-        """Show, once for each number of the reward, that some rows lack it."""
+        """Show a notice, once for each metric `.../missing_rate` above 0: some rows lack that number of the reward."""
         for name, share in metrics.items():
             if share and name.endswith(MISSING) and name not in self._missing_told:
                 self._missing_told.add(name)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
-"""Numbers of errors after which no later write can succeed; after other errors, such as a full disk, it may."""
+"""Values of `errno` after which no later write can succeed; after other errors, such as a full disk, it may."""
 
 
 class Lasting:

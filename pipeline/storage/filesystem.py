@@ -13,8 +13,8 @@ PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
 
 
 STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
-"""Numbers of errors that seldom go away by waiting: disk full, over the quota, read-only, forbidden, a file in place of
-a folder."""
+"""Values of `errno` for errors that waiting seldom resolves: disk full, over the quota, read-only, forbidden, a file in
+place of a folder."""
 
 
 def check_scheme(place: str) -> None:

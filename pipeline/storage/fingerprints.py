@@ -31,7 +31,7 @@ HEADER = 2**27
 """Maximum length of a safetensors file's header, in bytes."""
 READERS = 16
 SHOWN = 6
-"""Maximum number of files that a message names."""
+"""Maximum number of changed files that a message lists per setting."""
 
 Marks = dict[str, str]
 """Marks (size and hash) of the files that one setting names, by file name."""

@@ -187,7 +187,8 @@ def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | 
 
 
 def _holder(place: str) -> str:
-    """Return the folder or URL with the checkpoints of the run in `place`, which may be set in the run's settings."""
+    """Return the folder or URL that holds the checkpoints of the run in `place`; the run's settings may name another
+    one."""
     file = Path(place, CONFIG_FILE)
     if Path(place, PROGRESS).exists() or not file.is_file() or iterations(place):
         return place

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 STEP = "timing_s/step"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9")
-"""Okabe and Ito's palette, which can be read with any kind of colour vision, without its yellow, too light for
-lines."""
+"""Okabe and Ito's palette for all kinds of colour vision, without yellow, which is too light for lines."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
     *("solid", (0, (5, 1)), (0, (5, 1, 1, 1)), (0, (2, 1)), (0, (8, 2))),

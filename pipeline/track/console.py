@@ -76,7 +76,7 @@ class RunConsole:
             self._print(f"{self._name}: {text}")
 
     def notice(self, text: str) -> None:
-        """Show a message that is also printed and logged as a line of its own."""
+        """Show a message, and append it as a line to the log."""
         with self._lock:
             self._status = text
         self._print(f"{self._name}: {text}")

@@ -26,7 +26,7 @@ OWN_KEYS = ("iteration", "time", "elapsed_s")
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
 RENAMED = {"timing_s": {"deal": "balance"}, "agent": {"ended": "stop_reason"}, "val-agent": {"ended": "stop_reason"}}
-"""Parts of metrics' names that changed: by the part before them, the earlier name and the current one."""
+"""Renamed parts of metrics' names: {preceding part: {earlier name: current name}}."""
 VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 

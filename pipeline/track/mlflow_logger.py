@@ -65,7 +65,10 @@ log = logging.getLogger(__name__)
 
 
 def mlflow_name(name: str) -> str:
-    """Return MLflow's name for a metric or parameter (point 2 above); different names stay different."""
+    """Return a metric's or parameter's name for MLflow, with the characters that MLflow refuses replaced by codes.
+
+    Different names stay different.
+    """
     name = _ESCAPED.sub(lambda match: f":{ord(match[0]):x}:", name).replace("@", "_at_") or "::"
     if len(name) <= NAME_LENGTH:
         return name

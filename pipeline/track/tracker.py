@@ -116,7 +116,7 @@ class Tracker:
         self._console.status(text)
 
     def notice(self, text: str) -> None:
-        """Show a message that is also logged as a line of its own."""
+        """Show a message, and append it as a line to `console.log`."""
         self._console.notice(text)
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:

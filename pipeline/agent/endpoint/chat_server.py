@@ -1,4 +1,4 @@
-"""The run's side of the chats that a program requests by frames (`chat_client.py`)."""
+"""Serves, in the run's process, the chats (requests for a turn) that a program sends as frames (`chat_client.py`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from pipeline.agent.inside.interface import EpisodeOver, Message
 from pipeline.agent.tokens.context import Answer
 
 ChatHandler = Callable[..., Awaitable[Answer]]
-"""The function `Conversation.chat`."""
+"""Type of `Conversation.chat`, which generates the policy's turn after a program's messages."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """A function that sends a reply to the program, as one frame."""
 

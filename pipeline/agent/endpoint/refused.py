@@ -1,4 +1,4 @@
-"""Refusals of programs' requests by the endpoint."""
+"""The exception with which the endpoint refuses a program's request."""
 
 from aiohttp import web
 

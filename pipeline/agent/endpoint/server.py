@@ -95,7 +95,7 @@ class Route:
     def __init__(self, chat: ChatHandler, sampling: dict[str, float], longest: int) -> None:
         self._chat, self._sampling, self.longest = chat, sampling, longest
         self.failed: asyncio.Future[ChatFailed] = asyncio.get_running_loop().create_future()
-        """Gets the error of a chat that ended the episode and that the client cannot do anything about."""
+        """A future for the error of a chat that ended the episode and that the client cannot do anything about."""
         self._answers: dict[bytes, PendingRequest] = {}
         """The requests that are running or completed, by their key."""
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()

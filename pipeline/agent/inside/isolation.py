@@ -27,7 +27,7 @@ PROCESSES = 8192
 """Maximum number of processes and threads of one zygote, its episodes included. The kernel does not apply the limit to
 user 0."""
 ALLOWED = ("setsid", "setpgid")
-"""System calls that are allowed here, although the sandbox refuses them. The zygote needs `setsid`. It finds the
+"""System calls that are allowed here, although the sandbox refuses them. The zygote needs `setsid`, and finds the
 processes of an episode even if they leave their process group."""
 
 

@@ -30,7 +30,7 @@ class StreamGuard:
         self._waiting: set[str] = set()
 
     def asked(self, message: Any) -> None:
-        """Record a message to the server."""
+        """Record that a message is sent to the server; if it is a request, its answer is awaited."""
         if isinstance(message, JSONRPCRequest):
             self._waiting.add(str(message.id))
 

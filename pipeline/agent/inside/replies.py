@@ -69,7 +69,7 @@ class Replies:
         self._awaited: Any = None  # the coroutine of `async def` code
         self._server = ""  # the server that is being connected
         self._whole = True  # false if a part of a frame has been read
-        self._exit_code = 0  # of a fork that the user's code did not end
+        self._exit_code = 0  # exit code for a fork that the user's code did not end
         self._process = os.getpid()
         # No other process may use the connection: neither a fork nor a program that the user's code starts.
         connection.set_inheritable(False)

@@ -182,7 +182,7 @@ class Bridge:
         return str(self._template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def summary(self) -> str:
-        """Describe the proven continuations in one line."""
+        """Describe in one line, by role, how messages can follow a turn."""
         parts = []
         for role, proof in sorted(self.continuations.items()):
             notes = ["as the template writes it" if proof.appends else "earlier answers kept as sampled"]

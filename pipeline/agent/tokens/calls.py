@@ -49,7 +49,7 @@ class Malformed(Exception):
 
 
 class AnswerParser:
-    """The parser of turns. It is safe to use from several threads."""
+    """Parses the tokens of a turn into text, reasoning and tool calls. Safe to use from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], bridge: Bridge) -> None:
         """Make a parser that leaves calls and reasoning in the text. Use `prove` for one that takes them out."""

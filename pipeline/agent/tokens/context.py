@@ -55,7 +55,7 @@ class Context:
     calls: Sequence[Call] = ()
     """Tool calls of the last turn."""
     call_ids: Sequence[str] = ()
-    """The ids of these calls that the program was given."""
+    """Ids of the tool calls of the last turn, as the program knows them."""
     text: str = ""
     """Text of the last turn."""
     turns: list[int] = field(default_factory=list)
@@ -88,7 +88,11 @@ class Context:
         self.spans.append((OBSERVATION, len(ids), None))
 
     def drop_observation(self, messages: int) -> None:
-        """Remove the observation at the end, and the last `messages` (a number) messages."""
+        """Remove the observation at the end of the context.
+
+        Args:
+            messages: number of messages in the observation.
+        """
         _, count, _ = self.spans.pop()
         for values in (self.ids, self.log_probs, self.mask):
             del values[len(values) - count :]

@@ -61,7 +61,8 @@ def prove(template: Template, role: str) -> Continuation:
 
 
 def _try(template: Template, role: str, way: Rendering) -> Continuation:
-    """Prove one way of rendering. Raises ValueError if the proof fails."""
+    """Check that messages of a role can follow a turn that is rendered in this way. Raises ValueError if they
+    cannot."""
     name = template.tools[0]["function"]["name"] if template.tools else "tool"
     calls = [] if way.calls == "none" else [Call(call_id(number), name, {}) for number in range(2)]
     message = {"role": role, "content": WORD}

@@ -126,7 +126,7 @@ def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> 
 
 
 def arguments(call: Call, form: str) -> Any:
-    """Convert the arguments of a call to a form of `FORMS`."""
+    """Convert the arguments of a call for `form`, an entry of `FORMS`: to an object or to JSON text."""
     return call.arguments if form == "objects" else json.dumps(call.arguments, ensure_ascii=False)
 
 
