@@ -113,7 +113,7 @@ class Conversation:
             length, fits = f"{len(ids)} tokens", len(ids) <= chat_format.max_prompt_length
         if not fits:
             if self.contexts:
-                # The length depends on the policy's answers.
+                # The length depends on the policy's turns.
                 self._end("length")
             raise EpisodeFailed(
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
@@ -185,7 +185,7 @@ class Conversation:
         keeps = self.config.context == "keep"
         room = self._room(context) if keeps else chat_format.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
-        # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
+        # An observation that may be long is not even cut. A short one is recorded even if no turn fits after it.
         begun = [message | {"content": message["content"][:most]} for message in messages]
         if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
@@ -205,7 +205,7 @@ class Conversation:
         except ValueError as error:
             raise EpisodeFailed(str(error)) from error
         context.messages, context.heard = whole, heard
-        # An observation without an answer after it would train nothing.
+        # An observation without a turn after it would train nothing.
         if len(ids) >= self._room(context):
             return None
         context.add_observation(ids)
@@ -254,7 +254,7 @@ class Conversation:
             else:
                 del self.contexts[[each is context for each in self.contexts].index(True)]
             raise
-        # Ids of calls begin at 0 in each answer; a program needs ids that are unique in the episode.
+        # Ids of calls begin at 0 in each turn; a program needs ids that are unique in the episode.
         calls = [replace(call, id=call_id(self._made + i)) for i, call in enumerate(answer.message.calls)]
         self._made += len(calls)
         context.call_ids = [call.id for call in calls]
@@ -283,7 +283,7 @@ class Conversation:
             known = context.heard
             longer = found is None or len(known) > len(found.heard)
             free = context.chat_format.key == chat_format.key and not any(context is other for other in self._answering)
-            # Further messages of an assistant are not answers of the policy.
+            # Further messages of an assistant are not turns of the policy.
             follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
             if longer and free and follows and wanted[: len(known)] == known:
                 found = context

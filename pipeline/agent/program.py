@@ -42,7 +42,7 @@ class ProgramPlayer:
         try:
             returned = await self._returned(conversation, row)
         finally:
-            # The last answer of the row is the answer to the last request.
+            # The last turn of the row is the turn of the last request.
             conversation.contexts.sort(key=lambda context: context.turn)
             if conversation.contexts:
                 self.messages = joined([context.messages for context in conversation.contexts])

@@ -87,7 +87,7 @@ class Rehearsal(Episodes):
 
     def __init__(self, config: Config, tokenizer: Any, name: str | None) -> None:
         own = config.agent.agents()[name]
-        # The second answer shows that the conversation goes on. An episode that is late has failed.
+        # The second turn shows that the conversation goes on. An episode past its deadline has failed.
         turns = own.max_turns if own.driven else min(2, own.max_turns)
         engine: Any = None
         agents = {name: replace(own, on_timeout="error", max_turns=turns)}
@@ -181,7 +181,7 @@ def _reply(episode: Episode) -> str:
         return f"{episode.turns} answers in {len(episode.contexts)} contexts, score {episode.score:g}"
     [context] = episode.contexts
     answers = [place for place, message in enumerate(context.messages) if message["role"] == "assistant"]
-    # Earlier answers may stand in the prompt.
+    # The prompt may contain earlier assistant messages.
     mine = answers[-episode.turns :]
     replies = context.messages[mine[0] + 1 : mine[1] if len(mine) > 1 else None]
     texts = " ".join(repr(message["content"]) for message in replies) or "nothing"

@@ -175,7 +175,7 @@ def _contexts(episode: Episode) -> list[dict[str, Any]] | None:
     """
     if len(episode.contexts) < 2:
         return None
-    # An episode may fail between a prompt and its answer.
+    # An episode may fail between a prompt and the turn after it.
     first, *further = (context for number, context in enumerate(episode.contexts) if context.ids or number == 0)
     lines = [{"prompt": None, "tokens": len(first.ids)}]
     return lines + [{"prompt": context.prompt_ids, "tokens": len(context.ids)} for context in further]

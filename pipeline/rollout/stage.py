@@ -193,7 +193,7 @@ class Rollout:
                 return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
             made = [vllm.read(output, version) for output in outputs]
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
-            # Rewards judge an answer as a whole.
+            # Rewards judge a response together with the text that the prompt began it with.
             starts = list(map(begun_text, table["prompt"].to_pylist()))
             texts = [starts[number * len(starts) // len(texts)] + text for number, text in enumerate(texts)]
             return self._rows(table, made, texts, None, *seconds)

@@ -214,7 +214,7 @@ def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: Sequence[in
     return prompt_of(ids), own
 
 
-# Most answers are sampled alike: making and checking parameters costs more than the rest of a request.
+# Most turns are sampled alike: making and checking parameters costs more than the rest of a request.
 @functools.lru_cache(maxsize=1024)
 def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
     from vllm import SamplingParams

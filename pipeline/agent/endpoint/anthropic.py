@@ -65,7 +65,7 @@ def message(completion: dict[str, Any]) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
     if said.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": completion["id"]})
-    # Clients expect a block of text even if the answer is empty.
+    # Clients expect a block of text even if the turn is empty.
     if said["content"] or not said.get("tool_calls"):
         content.append({"type": "text", "text": said["content"] or ""})
     for call in said.get("tool_calls", ()):

@@ -91,7 +91,7 @@ class ChatServer:
             own = asyncio.current_task()
             if own is None or own.cancelling():
                 raise
-            # The program has cancelled the chat, and does not wait for an answer.
+            # The program has cancelled the chat, and does not wait for a turn.
             return None
         except Exception as error:
             raise ChatFailed(error) from error

@@ -122,7 +122,7 @@ class Bridge:
         start = self._template.render([QUESTION], self._template.tools)
         whole, _ = self._with_calls(text, calls)
         length = len(common_prefix(start, whole))
-        # The generation prompt and the answer may begin with different tokens of the same first characters.
+        # The generation prompt and the turn may begin with different tokens of the same first characters.
         for match in self.tokens.control.finditer(whole):
             if match.start() < length < match.end():
                 length = match.start()

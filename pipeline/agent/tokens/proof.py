@@ -92,10 +92,10 @@ def _closing(template: Template, way: Rendering, message: dict, calls: list[Call
     if way.calls == "none":
         if text[: controls[0].start()].strip():
             raise ValueError(f"behind an answer it writes {text[: controls[0].start()]!r:.40}, not a control token")
-        # At the end of a conversation, some templates end an answer with another token.
+        # At the end of a conversation, some templates end a turn with another token.
         ends = [controls[0].group(), *(match.group() for match in [template.tokens.control.match(last)] if match)]
         return ends[0], frozenset(template.tokens.ids[end] for end in ends)
-    # Both share the rest of the call, and the closing marker if answers in last place have one.
+    # Both share the rest of the call, and the closing marker if the last turn of a conversation has one.
     shared = len(common_prefix(text, last))
     within = [control.group() for control in controls if control.end() <= shared]
     behind = [control.group() for control in controls if control.start() >= shared]
