@@ -212,7 +212,7 @@ def test_log_probs_are_those_of_each_context_alone() -> None:
             r"row 0 \(uid u0\) has 6 response tokens, but 5 in its 2 contexts; every token must",
         ),
         ([[([1, 2], 5), ([5], 1)]], r"row 0 \(uid u0\), context 1 of 2: it has a prompt of its own; .* `prompt_ids`"),
-        ([[(None, 3), ([5], 1), ([], 2)]], r"context 3 of 3: it has no prompt; nothing predicts the first"),
+        ([[(None, 3), ([5], 1), ([], 2)]], r"context 3 of 3: it has no prompt"),
         ([[(None, 6), (None, 0)]], r"context 2 of 2: it has no prompt"),
         ([[(None, 7), ([5], -1)]], r"context 2 of 2: it has -1 response tokens; their number is at least 0"),
         ([[(None, 6), ([5], None)]], r"context 2 of 2: it has -1 response tokens; .* null is none"),

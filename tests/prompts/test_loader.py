@@ -362,7 +362,7 @@ def test_columns_that_nothing_reads_are_noted(write, prompt_row, loader_of):
     loader = loader_of(write([prompt_row(0, "x", system="Short.", tools="[]")]))
     loader.iteration(1, 1)
     [note] = loader.notes()
-    assert note.startswith("data.train_files: ") and note.endswith("has columns that nothing reads: system, tools")
+    assert note.startswith("data.train_files: ") and note.endswith("has columns that are not read: system, tools")
     assert not list(loader_of(write([prompt_row(0)])).notes())
 
 
