@@ -101,7 +101,7 @@ def test_iterations_cross_epochs_until_the_last_one_ends(folder, loader_of):
     assert len({row["uid"] for rows in iterations for row in rows}) == 124
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 20),
     seen=st.integers(1, 8),
