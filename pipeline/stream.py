@@ -149,9 +149,17 @@ def build(
 
 
 def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config) -> Dataset:
-    """Make chunks of `chunk_rows` rows: one actor of class `stage` reads page numbers, one page after the other.
+    """Return the first stage of the stream: a single actor makes the rows of one page after the other, which are cut
+    into chunks.
 
-    Its input has one block per page, whose column `id` holds the number of the page, from 0.
+    The input of the actor has one block per page; the column `id` holds the number of the page, from 0.
+
+    Args:
+        pages: number of pages.
+        chunk_rows: number of rows in a chunk.
+        stage: class of the actor.
+        args: arguments of the constructor of `stage`.
+        config: settings of the run.
     """
     numbers = ray.data.from_blocks([pa.table({"id": [page]}) for page in range(pages)])
     made = numbers.map_batches(

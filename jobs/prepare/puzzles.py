@@ -202,10 +202,10 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
 
 
 def puzzles(counts: tuple[int, ...], shares: tuple[float, ...], ranges: Ranges, seed: int) -> Iterator[Puzzle]:
-    """Yield puzzles with different numbers of numbers.
+    """Yield puzzles of several sizes.
 
     Args:
-        counts: how many numbers a puzzle may have.
+        counts: the sizes: how many numbers a puzzle may have.
         shares: weights with which each of `counts` is drawn.
         ranges: ranges of numbers and targets.
         seed: seed of the stream.

@@ -161,8 +161,8 @@ class TrainerConfig:
     """Number of rows that are written to MLflow as [traces](monitoring.md#mlflow), per iteration and per validation."""
 
     weight_bucket_mb: int = setting(64, at_least=1)
-    """Size of a buffer in which weights are sent to the engines, in MiB. One buffer is sent while the next is
-    filled."""
+    """Size of the buffers in which weights are sent to the engines, in MiB. The next buffer is stored or fetched while
+    one is filled or loaded."""
 
     weight_transport: str = setting("object_store", choices=("object_store", "nixl"))
     """Transport of weights to the engines. `object_store`: Ray's object store. `nixl` (`pip install nixl`): engines

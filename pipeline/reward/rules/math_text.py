@@ -111,7 +111,7 @@ def _squeezed(text: str) -> str:
 
 
 def words(answer: str) -> str | None:
-    r"""Return the words of a normalised answer, in lower case and without brackets; None if it is not only words.
+    r"""Return the words of a normalised answer, in the form of `letters`; None if it is not only words.
 
     Words are text in a `\text{...}`, one capital letter, a capitalised word, and true, false, yes and no.
     """

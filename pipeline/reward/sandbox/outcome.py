@@ -22,7 +22,8 @@ class ProgramRun:
     """Exit code, or the negative number of the signal that ended the program; None if the sandbox killed it."""
     stdout: str = ""
     stderr: str = ""
-    """Output, up to `output_kb`; bytes that are not UTF-8 are replaced."""
+    """Text that the program wrote to stdout and to stderr, each cut to `output_kb` KiB. Bytes that are not UTF-8 are
+    replaced."""
     seconds: float = 0.0
     """Wall-clock time in seconds."""
     result: bytes = b""
