@@ -122,7 +122,7 @@ class AlgorithmConfig:
     strictly on-policy. With 1 or more, generation and training run at the same time."""
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         adaptive, groups = self.kl_ctrl.type == "adaptive", self.filter_groups
         return {
             "{algorithm.kl_ctrl.type} adapts the KL in the reward, but {algorithm.use_kl_in_reward}; set it to true, "
