@@ -1,4 +1,4 @@
-"""The command `slipstream JOB ...`: the same jobs as `python -m jobs.JOB ...`."""
+"""The command `slipstream JOB ...`, which runs the same jobs as `python -m jobs.JOB ...`."""
 
 import difflib
 import importlib
@@ -24,13 +24,13 @@ JOBS = {
     "from_verl": "translate a verl script into a configuration",
     "docs": "read the pages, the examples and the manifests",
 }
-"""The jobs with their descriptions."""
+"""Names of the jobs, with their descriptions."""
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the job that the first argument names with the other arguments; returns its exit code (2 for an unknown
-    job)."""
+    """Run the job named by the first argument, with the other arguments. Returns the exit code of the job; 2 for an
+    unknown job."""
     name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: slipstream JOB ...\n\njobs:")
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f"did you mean {nearest[0]}?" if nearest else "slipstream --help lists them"
         print(f"slipstream: the job {name!r} does not exist; {hint}", file=sys.stderr)
         return 2
-    # A module in the current folder, such as a reward function, is found like an installed one, but after those.
+    # Modules in the current folder, such as a reward function, can be imported; installed modules come first.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     module = importlib.import_module("jobs.prepare.__main__" if job == "prepare" else f"jobs.{job}")

@@ -1,4 +1,4 @@
-"""The common parts of the jobs' command lines: options for settings, errors as one sentence, exit codes."""
+"""Common parts of the jobs' command lines: options for settings, errors as one sentence, exit codes."""
 
 import argparse
 import sys
@@ -14,21 +14,22 @@ from pipeline.run.signals import INTERRUPTED
 from pipeline.run.versions import VersionError
 
 CONTINUES = "interrupted; the same command continues"
-"""The message of an interrupted command that has no other message."""
+"""Message of an interrupted command that continues if it is started again."""
 
 
 def called(job: str) -> list[str]:
-    """Return the words that start a job: `slipstream JOB` if this process was started so, else `python -m jobs.JOB`."""
+    """Return the words of the command that starts a job: `slipstream JOB` if this process was started as `slipstream`,
+    else `python -m jobs.JOB`."""
     return as_called(f"python -m jobs.{job}").split()
 
 
 def as_called(text: str) -> str:
-    """Replace each `python -m jobs.JOB` in `text` by `slipstream JOB` if this process was started so."""
+    """Replace each `python -m jobs.JOB` in `text` by `slipstream JOB` if this process was started as `slipstream`."""
     return text.replace("python -m jobs.", "slipstream ") if Path(sys.argv[0]).stem == "slipstream" else text
 
 
 def new_parser(job: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Make the parser of a job, in whose texts a command stands as `python -m jobs.JOB`."""
+    """Return an argument parser for a job. Commands in `epilog` are written as `python -m jobs.JOB`."""
     return argparse.ArgumentParser(
         prog=" ".join(called(job)),
         description=description,
@@ -38,19 +39,22 @@ def new_parser(job: str, description: str, epilog: str | None = None) -> argpars
 
 
 def add_settings(parser: argparse.ArgumentParser, plan: str = "print the resolved plan and exit") -> None:
-    """Add `--dry-run`, `--config-dir` and settings, for `parse_intermixed_args`."""
+    """Add `--dry-run`, `--config-dir` and `key=value` settings. Use `parse_intermixed_args` to parse them in any order.
+
+    `plan` is the help text of `--dry-run`.
+    """
     parser.add_argument("--dry-run", action="store_true", help=f"{plan}, without starting Ray")
     parser.add_argument("--config-dir", type=local_path, metavar="DIR", help="folder with config files of your own")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
 
 
 def complain(error: str) -> None:
-    """Print an error on stderr; brackets in it are text, not markup."""
+    """Print an error text on stderr. Brackets in it are printed as they are."""
     Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
 
 
 def message(error: Exception) -> str:
-    """Return the message of an error. An unknown key that verl has is answered from the tables of verl's keys."""
+    """Return the message of an error. If it is an unknown key that verl has, the message names Slipstream's key."""
     from jobs.verl.keys import answer
     from pipeline.config import UnknownKey
 
@@ -65,8 +69,8 @@ def exit_code(
     """Run a job, and print its exception as a sentence.
 
     Returns:
-        the result of `run` (None is 0); 1 after an error of the kinds `failed`, or if Ray did not start; 2 after any
-        other error in settings or input; 130 after Ctrl-C, for which `interrupted` is printed.
+        the result of `run` (0 for None); 1 after an exception in `failed`, or if Ray did not start; 2 after any other
+        error in settings or input; 130 after Ctrl-C, and then the text `interrupted` is printed.
     """
     broken: tuple[type[Exception], ...] = (*failed, NotStarted)
     try:

@@ -1,4 +1,4 @@
-"""Compare runs: `python -m jobs.compare runs/a runs/b --labels PPO,GRPO --out compared.png`."""
+"""Compare learning curves of runs: `python -m jobs.compare runs/a runs/b --labels PPO,GRPO --out compared.png`."""
 
 import sys
 
@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
+    """Run the command. Returns the exit code: 0 drawn, 2 bad arguments or runs, 1 the figure cannot be written."""
     about = "Draw the validation accuracy and training reward of several runs, and print a table of them."
     parser = new_parser("compare", about)
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's folder, such as runs/NAME")

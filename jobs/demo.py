@@ -1,8 +1,8 @@
 """The demo: `python -m jobs.demo [--task TASK] [--seed N] [--algorithm NAME] [key=value ...]`.
 
-It writes prompts, makes a tiny model, teaches it the answer format by supervised training, and trains it by
-reinforcement learning, on two CPU cores. Files go to `data/`, `models/` and `runs/` in the current folder, and a step
-whose files exist is left out.
+The demo writes prompts, makes a tiny model, trains it on the answer format by supervised training, and then trains it
+by reinforcement learning, on two CPU cores. Files go to `data/`, `models/` and `runs/` in the current folder. Steps are
+skipped if their files exist.
 """
 
 import subprocess
@@ -21,16 +21,16 @@ COMMAND = Path(__file__).resolve().parents[1] / "slipstream.py"
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the demo: the options of the jobs that make its prompts and its model."""
+    """A task of the demo: options of the jobs that make its prompts and its model."""
 
     sft_steps: int
-    """Steps of supervised training."""
+    """Number of steps of supervised training."""
 
     prepare: str = ""
-    """Options of `jobs.prepare`."""
+    """Options for `jobs.prepare`."""
 
     tiny: str = ""
-    """Options of `jobs.tiny`."""
+    """Options for `jobs.tiny`."""
 
 
 TASKS = {
@@ -47,7 +47,7 @@ SFT = (
     "data.train_batch_size=64 trainer.num_workers=2 optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 "
     "optim.betas=[0.9,0.98]"
 )
-"""Settings of the supervised training of all tasks."""
+"""Settings of supervised training, for all tasks."""
 
 EPILOG = """\
 settings:
@@ -63,7 +63,7 @@ the same command continues a demo that was interrupted.
 
 
 class StepFailed(RuntimeError):
-    """Error of a step that has failed and printed its reason; `code` is its exit code."""
+    """A step of the demo failed and has printed the reason. `code` is its exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a step ended with exit code {code}")
@@ -72,7 +72,7 @@ class StepFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Demo:
-    """The folders of one demo."""
+    """Task, seed and folders of one demo."""
 
     task: str
     seed: int
@@ -84,15 +84,15 @@ class Demo:
 
     @classmethod
     def here(cls, task: str, seed: int) -> "Demo":
-        """Return the demo whose folders lie in the current one."""
+        """Return a demo with folders in the current folder."""
         tag = f"{seed}" if task == "countdown" else f"{task}-{seed}"
         return cls(task, seed, Path(f"data/{task}-{seed}"), Path(f"models/tiny-{tag}"), Path(f"models/tiny-sft-{tag}"))
 
     def make_model(self) -> None:
-        """Make the prompts and both models, unless they exist.
+        """Make the prompts, the random model and the warm model, unless their files exist.
 
         Raises:
-            Failed: a step has failed.
+            StepFailed: a step has failed.
         """
         task, sft_data = TASKS[self.task], self.data / "sft_train.parquet"
         if not sft_data.is_file():
@@ -106,10 +106,10 @@ class Demo:
             step("sft", *model, *files, f"trainer.seed={self.seed}", steps, *SFT.split())
 
     def settings(self, algorithm: str | None) -> list[str]:
-        """Return the settings of the training by reinforcement learning."""
+        """Return the settings of `jobs.train` for this demo. `algorithm` None takes the task's own algorithm."""
         own = f"{self.task}_cpu_{algorithm}"
         if (CONFIG_DIR / "experiment" / f"{own}.yaml").is_file():
-            # Some algorithms have an experiment of their own; the others are laid over the demo's.
+            # Some algorithms have their own experiment file; others are merged over the demo's experiment.
             experiment = [f"experiment={own}"]
         else:
             experiment = [f"experiment={self.task}_cpu", *([f"algorithm={algorithm}"] if algorithm else [])]
@@ -125,10 +125,10 @@ class Demo:
 
 
 def step(job: str, *arguments: object) -> None:
-    """Run a job in a process of its own, and wait for its end, also when a signal interrupts this process.
+    """Run a job in a child process, and wait for its end, also if a signal interrupts this process.
 
     Raises:
-        Failed: its exit code is not 0.
+        StepFailed: the exit code of the job is not 0.
         KeyboardInterrupt: this process was interrupted.
     """
     words = [str(argument) for argument in arguments]
@@ -140,7 +140,7 @@ def step(job: str, *arguments: object) -> None:
             code = process.wait()
             break
         except KeyboardInterrupt:
-            # A terminal has interrupted the job, too, for which signals of one moment are one.
+            # Ctrl-C in a terminal has also interrupted the job, which treats two signals at once as one.
             interrupted = True
             process.terminate()
     if interrupted:
@@ -151,7 +151,7 @@ def step(job: str, *arguments: object) -> None:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code of the first job that fails, else 0."""
+    """Run the command. Returns the exit code of the first job that fails, else 0."""
     parser = new_parser("demo", "Train a tiny model on two CPU cores, from an empty folder.", EPILOG)
     parser.add_argument("--task", choices=TASKS, default="countdown", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts, model and training (default: %(default)s)")
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_versions()
         demo = Demo.here(options.task, options.seed)
         settings = [*demo.settings(options.algorithm), *options.settings]
-        # A mistake in them is refused before the minutes that the model takes.
+        # Wrong settings are refused before the model is made, which takes minutes.
         load_config(settings)
         try:
             demo.make_model()

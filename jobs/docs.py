@@ -20,7 +20,7 @@ examples:
 
 
 def files() -> dict[str, Path]:
-    """Return the pages, examples and manifests by their names, such as `rewards` and `examples/rl_loop.py`."""
+    """Return the paths of pages, examples and manifests by name, such as `rewards` and `examples/rl_loop.py`."""
     # Links in a checkout, folders in a wheel.
     pages, examples = (HERE / "pages").resolve(), (HERE / "examples").resolve()
     found = {path.stem: path for path in sorted(pages.glob("*.md"))}
@@ -29,13 +29,15 @@ def files() -> dict[str, Path]:
 
 
 def title(path: Path) -> str:
-    """Return the first line of a file, without the signs around it."""
+    """Return the first line of a file, without `#`, quotes and spaces around it."""
     return path.read_text(encoding="utf-8").partition("\n")[0].strip('#" ')
 
 
 def search(words: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each section of a page with all `words`, in any case: the page, the heading, its first line
-    with one of them."""
+    """Yield a line of text for each section of a page that contains all `words` (upper and lower case are equal).
+
+    The line has the name of the page, the heading, and the first line with one of the words.
+    """
     wanted = [word.casefold() for word in words]
     for name, path in files().items():
         if path.suffix == ".md":
@@ -47,13 +49,13 @@ def search(words: Sequence[str]) -> Iterator[str]:
 
 
 def show(name: str) -> None:
-    """Print a file, on a terminal page by page.
+    """Print the file with the name `name`; on a terminal with a pager.
 
     Raises:
         ValueError: the name is unknown.
     """
     known = files()
-    # A page may be given by its file's name, an example by its last part.
+    # A page may be named by its file, an example by the last part of its name.
     name = name.removeprefix("docs/").removesuffix(".md")
     path = known.get(name) or next((path for path in known.values() if path.name == name), None)
     if path is None:
@@ -69,7 +71,7 @@ def show(name: str) -> None:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 done, 1 nothing found, 2 no such page)."""
+    """Run the command. Returns the exit code: 0 done, 1 nothing found, 2 no such page."""
     parser = new_parser("docs", "Read the documentation; without NAME, list it.", EPILOG)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a page, an example or a manifest")
     parser.add_argument("--search", nargs="+", metavar="WORD", help="list the sections that have all words")

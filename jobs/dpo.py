@@ -1,8 +1,8 @@
 """Learn preferences: `python -m jobs.dpo out=DIR model.path=MODEL data.train_files=FILES [key=value ...]`.
 
-Files are parquet with a prompt and two answers, `chosen` and `rejected`; the first is preferred. The policy is held
-close to its start model, whose log-probs are computed in a first pass over the rows. `python -m jobs.prepare pairs`
-makes pairs from the recorded answers of a run. `--help` lists all settings.
+Files are parquet with a prompt and two responses, `chosen` (preferred) and `rejected`. The policy is held close to its
+start model; a first pass over the rows computes the log-probs of the start model. `python -m jobs.prepare pairs` makes
+pairs from the recorded responses of a run. `--help` lists all settings.
 
     python -m jobs.dpo out=models/dpo model.path=models/warm data.train_files=data/pairs/train.parquet
     python -m jobs.dpo out=models/ipo model.path=Qwen/Qwen2.5-0.5B-Instruct loss.type=ipo loss.beta=0.1 \\
@@ -21,10 +21,10 @@ SHOWN = (*MEASURED, *(f"val_{name}" for name in ("loss", "rewards/margins", "rew
 
 
 class DPOJob(Job[DPOConfig]):
-    """The job, which looks up the loss before anything starts."""
+    """The job `dpo`, which also checks the name of the loss before anything starts."""
 
     def check(self, config: DPOConfig) -> None:
-        """See `Job.check`."""
+        """Refuse settings that cannot work, as in `Job.check`, and an unknown loss."""
         super().check(config)
         try:
             get_preference_loss(config.loss.type)

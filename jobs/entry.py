@@ -1,4 +1,4 @@
-"""The wrapper of every command: signals stop the command, and it outlives its console."""
+"""Wrapper of every command: signals stop the command, and it continues if its console is closed."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,9 @@ P = ParamSpec("P")
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Wrap a `main` so that any signal of `STOPS` raises `KeyboardInterrupt`, and writes survive the end of the
-    console.
+    """Wrap a `main`: any signal of `STOPS` raises `KeyboardInterrupt`, and output to a closed console does not fail.
 
-    The exit code is 128 and the number of the signal if a signal interrupted it.
+    If a signal interrupted the command, its exit code is 128 plus the number of the signal.
     """
 
     @functools.wraps(main)

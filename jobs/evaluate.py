@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
 
 FLUSH_S = 30.0
-"""Longest wait at the end for slow trackers."""
+"""Maximum wait for slow trackers at the end, in seconds."""
 EPILOG = """\
 settings:
   key=value pairs as for jobs.train (`slipstream docs configuration`). An evaluation reads data.val_files and other
@@ -46,7 +46,7 @@ the same command continues an evaluation that was interrupted.
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command. Returns the exit code: 0 finished, 2 bad settings or input, 130 interrupted, 1 failed."""
     about = "Score a model on prompt files through the stages of training: pass@k and maj@k per data source."
     parser = new_parser("evaluate", about, EPILOG)
     add = parser.add_argument
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> "Evaluation":
-    """Prepare and check the evaluation of the command line."""
+    """Read the settings of the command line, and return the checked evaluation."""
     from pipeline.evaluate.prepare import prepare
     from pipeline.evaluate.settings import of_run, used
 
@@ -92,8 +92,12 @@ def _prepared(options: argparse.Namespace) -> "Evaluation":
 
 
 def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
-    """Generate the missing responses, and report; returns the exit code. `command`, as typed, continues the
-    evaluation."""
+    """Generate the responses that are still missing, and write and print the results. Returns the exit code.
+
+    Args:
+        evaluation: the prepared evaluation.
+        command: words of the command as typed, which continues the evaluation if it is interrupted.
+    """
     from pipeline.evaluate.report import print_table, result, rows, tracked
     from pipeline.evaluate.summary import Summary
     from pipeline.track.async_loggers import AsyncLoggers
@@ -102,7 +106,7 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
 
     folder, summary = evaluation.folder, evaluation.summary
     trainer, settings = evaluation.config.trainer, to_flat(evaluation.config)
-    # A tracker run of its own in the training run's experiment; without a server, in the training run's store.
+    # The evaluation has its own run in the trackers, in the experiment (or without a server the store) of the training.
     tracked_run = TrackedRun(folder.path, settings, trainer.project_name, evaluation.name, True, evaluation.run_dir)
     loggers = AsyncLoggers(trainer.logger, tracked_run)
     status, error = "finished", None
@@ -112,7 +116,7 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
     else:
         status, error = _generate(evaluation, loggers.start)
     if status != "finished":
-        # A chunk may have been written but not counted as the work broke off.
+        # A chunk may have been written but not counted when the work was interrupted.
         evaluation.summary = summary = Summary(summary.ks)
         folder.read(summary)
     files: list[Path] = []
@@ -137,10 +141,10 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
 
 
 def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str, str | None]:
-    """Start Ray, then call `begin`, and generate the missing responses.
+    """Start Ray, call `begin`, and generate the responses that are still missing.
 
     Returns:
-        `finished`, `interrupted` or `failed`, and the reason of the failure.
+        (`finished`, `interrupted` or `failed`; reason of the failure or None).
     """
     import ray
 

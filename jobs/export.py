@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a checkpoint of a run."""
+    """Add `--iteration`, `--best` and `--lowest`, which choose a checkpoint of a run."""
     add = parser.add_argument_group("which checkpoint of a run (default: the newest complete one)").add_argument
     add("--iteration", type=int, metavar="N", help="the one of iteration N")
     add("--best", metavar="METRIC", help="the one with the highest METRIC of metrics.jsonl, such as "
@@ -53,7 +53,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
+    """Run the command. Returns the exit code: 0 written, 2 bad arguments or input, 130 interrupted, 1 failed."""
     options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Choose a checkpoint, export it, and register it with `--register`."""
+    """Choose a checkpoint, export it, and with `--register` register the model in MLflow."""
     if options.alias and not options.register:
         raise ValueError("--alias names a version of a registered model; give --register NAME as well")
     if options.adapter and (options.critic or options.register):

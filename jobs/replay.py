@@ -1,4 +1,4 @@
-"""Train on recorded rows in the place of engines: `python -m jobs.replay runs/NAME algorithm=rloo`."""
+"""Train on the recorded rows of a run, without engines: `python -m jobs.replay runs/NAME algorithm=rloo`."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ the same command continues a replay that was interrupted.
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command. Returns the exit code: 0 finished, 2 bad settings or input, 130 interrupted, 1 failed."""
     parser = new_parser("replay", "Train on the trajectories that a run recorded, without engines.", EPILOG)
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of the run that was recorded")
     parser.add_argument(
@@ -50,16 +50,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def replay_config(run_dir: Path, iterations: str | None, settings: list[str], config_dir: str | None = None) -> Config:
-    """Make the settings of a replay.
+    """Return the settings of a replay.
 
     Args:
         run_dir: folder of the run that was recorded.
-        iterations: the recorded iterations to train on; None takes the completely recorded ones.
-        settings: settings that override the recorded run's.
+        iterations: the recorded iterations to train on, such as `3-10`; None takes all that are complete.
+        settings: `key=value` arguments, which override settings of the recorded run.
         config_dir: further folder with config files.
 
     Raises:
-        ConfigError: the folder is not a run's, or a setting cannot be read.
+        ConfigError: `run_dir` is not the folder of a run, or a setting cannot be read.
         FileNotFoundError: the folder has no recorded iteration.
     """
     recorded = recorded_config(run_dir)

@@ -1,7 +1,7 @@
 """Train a reward model: `python -m jobs.reward_model out=DIR model.path=MODEL data.train_files=FILES [key=value ...]`.
 
-Files are parquet with a prompt and two answers, `chosen` and `rejected`; `chosen` is the preferred one. The model is
-a language model, which gets a new head, or a reward model that is trained further. `--help` lists all settings.
+Files are parquet with a prompt and two responses, `chosen` (preferred) and `rejected`. The start model is a language
+model, which gets a new head, or a reward model that is trained further. `--help` lists all settings.
 
     python -m jobs.reward_model out=models/reward model.path=Qwen/Qwen2.5-0.5B-Instruct \\
         data.train_files=data/hh_rlhf/rm_train.parquet data.val_files=data/hh_rlhf/rm_test.parquet

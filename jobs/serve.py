@@ -45,7 +45,7 @@ WATCH_S = 5.0
 
 @dataclass
 class Options(ServeOptions):
-    """All options of the command: of the deployment, of the choice of a checkpoint, and of the server."""
+    """All options of the command: for the deployment, for the choice of a checkpoint, and for the server."""
 
     model: str = ""
     iteration: int | None = None
@@ -59,7 +59,7 @@ class Options(ServeOptions):
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Parse the options in `arguments`; `Options` has the defaults."""
+    """Parse the command line; defaults are in `Options`."""
     about = "Serve a language model with Ray Serve and vLLM through the OpenAI chat and completions API."
     parser = new_parser("serve", about, EPILOG)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder or one of its checkpoints, a Hugging "
@@ -91,7 +91,7 @@ def parse(arguments: list[str] | None = None) -> Options:
 
 
 def engine_argument(text: str) -> tuple[str, Any]:
-    """Split `KEY=VALUE` into the name and the value, which is read as YAML."""
+    """Parse `KEY=VALUE` to (key with underscores, value read as YAML)."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -103,8 +103,8 @@ def engine_argument(text: str) -> tuple[str, Any]:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before
-    it was ready, 1 failed."""
+    """Run the command. Returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before
+    the model was ready, 1 failed."""
     options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -131,7 +131,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def api_key(variable: str | None) -> str | None:
-    """Read the key in the environment variable; None without a variable."""
+    """Return the API key in the environment variable `variable`; None if `variable` is None.
+
+    Raises ValueError if the variable is not set.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -153,8 +156,11 @@ def check_port(host: str, port: int) -> None:
 
 
 def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
-    """Return a line on the tokens that end answers. If the model's own files lack an end, the engine gets them from
-    `folder`."""
+    """Return a line of text on the tokens that end a response.
+
+    If the model's own files do not name all of these tokens, a generation config with them is written to `folder` and
+    set in `options` for the engine.
+    """
     from pipeline.export.serve import find_model_ends, write_generation_config
 
     try:
@@ -175,7 +181,13 @@ def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
 
 
 def run(model: "ServedModel", options: Options, key: str | None) -> int:
-    """Start the server, print its addresses as soon as it is ready, and serve until Ctrl-C; returns the exit code."""
+    """Start the server, print its addresses when it is ready, and serve until Ctrl-C. Returns the exit code.
+
+    Args:
+        model: the model to serve.
+        options: options of the command.
+        key: key that requests must carry; None for no key.
+    """
     from pipeline.export.serve import weights_alone
 
     with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder, weights_alone(model) as model:
@@ -184,7 +196,8 @@ def run(model: "ServedModel", options: Options, key: str | None) -> int:
 
 
 def serve_until_stopped(model: "ServedModel", options: Options, key: str | None) -> int:
-    """Serve the model; see `run`."""
+    """Start Ray if necessary, deploy the model, and wait until Ctrl-C (or return at once with `--detach`); see
+    `run`."""
     import ray
     from ray import serve
 
@@ -225,7 +238,7 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
 
 
 def ready(name: str, options: Options, nodes: list[dict[str, Any]]) -> str:
-    """Format the lines with the addresses of the ready model."""
+    """Return the lines that are printed when the model is ready: its addresses, and a `curl` command to try it."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     bearer = f" -H 'Authorization: Bearer '\"${options.api_key_env}\"" if options.api_key_env else ""

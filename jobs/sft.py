@@ -1,6 +1,7 @@
 """Supervised fine-tuning: `python -m jobs.sft out=DIR model.path=MODEL data.train_files=FILES [key=value ...]`.
 
-Conversations come as chat messages in parquet; the assistant's messages are learnt. `--help` lists all settings.
+Files are parquet with conversations as chat messages; the loss counts the assistant's messages. `--help` lists all
+settings.
 
     python -m jobs.sft out=models/warm model.path=models/tiny data.train_files=data/sft_train.parquet optim.lr=2e-3
     ray job submit -- python -m jobs.sft out=/shared/warm model.path=Qwen/Qwen2.5-0.5B trainer.num_workers=8 \\

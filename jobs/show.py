@@ -24,7 +24,7 @@ examples:
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 shown, 2 bad arguments, or no such run or row)."""
+    """Run the command. Returns the exit code: 0 shown, 2 bad arguments, or no such run or row."""
     about = "Print one recorded conversation of a run: messages, rewards, policy versions, score, why it ended."
     parser = new_parser("show", about, EPILOG)
     add = parser.add_argument

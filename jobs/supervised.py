@@ -1,4 +1,4 @@
-"""The driver of the supervised jobs `python -m jobs.sft`, `jobs.reward_model` and `jobs.dpo`."""
+"""Driver that the supervised jobs share: `python -m jobs.sft`, `jobs.reward_model` and `jobs.dpo`."""
 
 import os
 import shutil
@@ -48,29 +48,29 @@ from pipeline.train import ranks
 
 LINE_S = 10.0
 ANSWER_S = 60.0
-# Besides the workers: one CPU for the reader, one for Ray Data's work on blocks.
+# CPUs in addition to the workers': one for the reader, one for Ray Data's work on blocks.
 DATA_CPUS = 2
 
 C = TypeVar("C", bound=SupervisedConfig)
 
 
 class Progress:
-    """The actor that holds the newest value of each metric."""
+    """Actor that receives metrics and notes from the workers, for the driver to print."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.notes: list[str] = []
 
     def note(self, notes: Sequence[str]) -> None:
-        """Keep the notes on choices for the model."""
+        """Store notes on choices that the workers made for the model."""
         self.notes = [*notes]
 
     def read_notes(self) -> list[str]:
-        """Return the notes on choices for the model."""
+        """Return the notes on choices that the workers made for the model."""
         return self.notes
 
     def post(self, metrics: dict[str, float]) -> None:
-        """Update the metrics."""
+        """Store new values of metrics."""
         self.metrics |= metrics
 
     def read(self) -> dict[str, float]:
@@ -80,7 +80,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job(Generic[C]):
-    """A command that trains a model on rows of files."""
+    """A command that trains a model on the rows of files."""
 
     name: str
     """Name of the module in `jobs`, and of the file in `configs`."""
@@ -89,23 +89,23 @@ class Job(Generic[C]):
     """Text of `--help` above the settings."""
 
     schema: type[C]
-    """All settings."""
+    """Dataclass of all settings."""
 
     loop: type[SupervisedLoop[C]]
-    """The train worker."""
+    """Class of the training loop in a worker."""
 
     shown: tuple[str, ...]
-    """Metrics in the progress line."""
+    """Names of the metrics in the progress line."""
 
     rows_per_pass: int = 1
-    """Conversations of `data.max_length` tokens that one forward pass must hold."""
+    """Number of conversations, each of `data.max_length` tokens, that one forward pass must be able to hold."""
 
     causal: bool = True
     """True if the model must be a causal language model."""
 
     @command
     def main(self, argv: list[str] | None = None) -> int:
-        """Run the command; returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
+        """Run the command. Returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
         command = " ".join(called(self.name))
         if {"-h", "--help"} & set(argv):
@@ -132,7 +132,7 @@ class Job(Generic[C]):
         return 0
 
     def help(self) -> str:
-        """Format the command's description and all its settings."""
+        """Return the text of `--help`: description of the command, and all settings."""
         lines = [as_called(self.about.strip()), "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")
@@ -142,16 +142,16 @@ class Job(Generic[C]):
         return "\n".join(lines)
 
     def describe(self, metrics: dict[str, float]) -> str:
-        """Format the metrics as a short text."""
+        """Return the metrics in `shown`, numbers of dropped rows, and the speed as a short text."""
         parts = [f"{name} {metrics[name]:.3f}" for name in self.shown if name in metrics]
         parts += [f"{name} {metrics[name]:,.0f}" for name in ("dropped", "val_dropped") if metrics.get(name)]
         return " ".join([*parts, f"{metrics['tokens_per_s']:,.0f} tokens/s"])
 
     def check(self, config: C) -> None:
-        """Refuse settings that cannot work, before anything is started.
+        """Check the settings before anything is started.
 
         Raises:
-            ConfigError: with one line per problem.
+            ConfigError: there are problems; the text has one line for each.
         """
         data, trainer = config.data, config.trainer
         lora, path = config.model.lora, config.model.path
@@ -190,7 +190,7 @@ class Job(Generic[C]):
             raise ConfigError("\n".join(problems))
 
     def run(self, config: C) -> dict[str, float]:
-        """Train and save; returns the last metrics.
+        """Train, and save the model. Returns the last value of each metric.
 
         Raises:
             ValueError: settings, files or the model cannot be used.
@@ -205,7 +205,7 @@ class Job(Generic[C]):
             return self._run(config, out)
 
     def _run(self, config: C, out: Path) -> dict[str, float]:
-        """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
+        """Train, and save the model to the folder `out`, which this process has locked. Returns the last metrics."""
         data, trainer = config.data, config.trainer
         name_from_root(config)
         encoder = self.loop.encoder
@@ -236,7 +236,7 @@ class Job(Generic[C]):
         arguments = (train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
         streams = {"train": train_dataset(*arguments)}
         if self.loop.first_pass:
-            # The batches are whole, because Ray Train gives each worker equally many rows.
+            # Only whole batches, because Ray Train gives each worker the same number of rows.
             batches = min(steps, -(-sum(group.rows for group in train_groups) // data.train_batch_size))
             streams["first_pass"] = train_dataset(*arguments).limit(batches * data.train_batch_size)
         for stream in streams.values():
@@ -291,7 +291,10 @@ class Job(Generic[C]):
 
 
 def plan(config: SupervisedConfig, groups: list[RowGroup]) -> tuple[int, int]:
-    """Return the number of optimiser steps, and of passes over the data that they take."""
+    """Return (number of optimiser steps, number of passes over the data that they take).
+
+    `groups` are the row groups of the training files.
+    """
     rows = sum(group.rows for group in groups)
     batch = config.data.train_batch_size
     steps = config.trainer.total_training_steps or rows * config.trainer.total_epochs // batch

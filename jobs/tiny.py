@@ -1,16 +1,15 @@
-"""Make a tiny policy: `python -m jobs.tiny --out DIR --data FILES...`.
+"""Make a tiny language model and its tokenizer: `python -m jobs.tiny --out DIR --data FILES...`.
 
-1. The model is a Qwen3 of about two million parameters with random weights; heads have 32 dimensions, the smallest that
-   vLLM's CPU attention takes. (`AutoTokenizer` gives a Qwen2 the original's pre-tokenizer, even if the folder has
-   another one.)
-2. The tokenizer is a byte-level BPE trained on the task's text. All 256 bytes are in its alphabet, so it needs no
-   unknown token. A piece ends at a digit or after a newline, and nowhere else: digits are single tokens, which
-   arithmetic needs (`--digits 2` makes tokens of numbers of two), and the constant wording between them merges into few
-   tokens, which keeps CPU runs fast.
-3. The chat template is ChatML. Newlines end pieces, so `assistant\\n` and the answer after it never merge: a prompt
-   gives the same tokens with and without an answer after it.
-4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in answers, `<tool_response>` in a
-   user's turn. From files with a column `tools` the tokenizer learns this wording too.
+1. The model is a Qwen3 with about two million random weights. Heads have 32 dimensions, the smallest size that vLLM's
+   CPU attention supports. (It is not a Qwen2, since `AutoTokenizer` would replace the pre-tokenizer of a Qwen2.)
+2. The tokenizer is a byte-level BPE, trained on the texts of the task. All 256 bytes are in its alphabet, so it needs
+   no unknown token. Text is split only at digits and after newlines: digits are single tokens, which arithmetic needs
+   (with `--digits 2`, two digits can be a token), and the constant text between them merges into few tokens, which
+   keeps CPU runs fast.
+3. The chat template is ChatML. Text is split after newlines, so `assistant\\n` and the response after it never merge: a
+   prompt has the same tokens with and without a response after it.
+4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in assistant messages,
+   `<tool_response>` in a user's turn. If the files have a column `tools`, the tokenizer is trained on these texts too.
 """
 
 import argparse
@@ -66,9 +65,13 @@ BATCH_ROWS = 1024
 
 
 def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
-    """Yield contents of chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file.
+    """Yield the contents of chat messages in the columns `prompt` and `messages` of parquet files.
 
-    For rows with tools, yield all text between the markers of the chat template.
+    For rows with tools, all text between the turn markers of the chat template is yielded.
+
+    Args:
+        files: the parquet files.
+        rows: number of rows to read in each file, from the first on.
 
     Raises:
         ValueError: a file cannot be read, has neither column, or holds no chat messages.
@@ -98,17 +101,20 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
 
 
 def countdown_texts(count: int, seed: int) -> Iterator[str]:
-    """Yield the messages of `count` Countdown puzzles in the short template with steps and answers."""
+    """Yield the contents of the messages of `count` Countdown puzzles with solutions, in the template `short`."""
     for puzzle in itertools.islice(puzzles((3, 4), (1.0, 1.0), Ranges(), seed), count):
         yield from (message["content"] for message in countdown.messages(puzzle, "short", "steps"))
 
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, fewer if the corpus is used up.
+    """Train a byte-level BPE tokenizer.
 
-    A token has at most `digits` digits.
+    Any text can be encoded and decoded without loss. The end-of-sequence token ends a turn; padding has its own token.
 
-    Any text survives encoding and decoding. The end-of-sequence token ends a turn; padding has a token of its own.
+    Args:
+        corpus: texts to train on.
+        vocab_size: maximum number of tokens; there are fewer if the corpus has too few texts.
+        digits: maximum number of digits in a token.
 
     Raises:
         ValueError: `vocab_size` has no room for the 256 bytes and the special tokens, or `digits` is below 1.
@@ -131,7 +137,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The template's own words belong to the task's text. They are repeated so often that the trainer merges them whole.
+    # Role names of the template are added to the corpus so often that each becomes a single token.
     frame = itertools.repeat("system\nuser\nassistant\n", 1000)
     tokenizer.train_from_iterator(itertools.chain(frame, corpus), trainer)
     return PreTrainedTokenizerFast(
@@ -148,7 +154,19 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
 ) -> Qwen3ForCausalLM:
-    """Make a Qwen3 with random weights and the tokenizer's vocabulary, in sizes that vLLM's CPU attention takes."""
+    """Return a Qwen3 with random weights and the vocabulary of `tokenizer`.
+
+    Raises ValueError for sizes that vLLM's CPU attention does not support.
+
+    Args:
+        tokenizer: the tokenizer.
+        hidden: hidden size.
+        layers: number of layers.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        tie: True to share the weights of embedding and head.
+        seed: seed of the weights.
+    """
     for option, value in (("--hidden", hidden), ("--layers", layers), ("--heads", heads), ("--kv-heads", kv_heads)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
@@ -179,7 +197,7 @@ def build_model(
 
 
 def make(args: argparse.Namespace) -> str:
-    """Write model and tokenizer; returns a line with their sizes."""
+    """Make and save model and tokenizer as the options set. Returns a line of text with their sizes."""
     check_out(args.out)
     heads = args.heads or max(1, args.hidden // 32)
     corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
@@ -195,7 +213,7 @@ def make(args: argparse.Namespace) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
+    """Run the command. Returns the exit code: 0 done, 2 bad option or input, 1 not writable."""
     parser = Parser(prog=" ".join(called("tiny")), description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"

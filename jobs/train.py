@@ -45,12 +45,12 @@ the same command continues a run that was interrupted.
 """
 
 CHECKED_PROMPTS = 256
-"""Number of prompts of each split that are made before anything starts; the others are checked as they are read."""
+"""Number of prompts per split that are checked before anything starts; the others are checked when they are read."""
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    """Run the command. Returns the exit code: 0 finished, 2 bad settings or input, 130 interrupted, 1 failed."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
     add_settings(parser)
     parser.add_argument(
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _command(command: list[str], iterations: int | None) -> str:
-    """Format the command that continues the run, up to `iterations` if given."""
+    """Return the command that continues the run, as text; with `iterations`, up to this number of iterations."""
     if iterations is not None:
         key = "trainer.total_training_steps="
         command = [*(argument for argument in command if not argument.startswith(key)), f"{key}{iterations}"]
@@ -79,15 +79,16 @@ def _command(command: list[str], iterations: int | None) -> str:
 
 
 def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[str, str]]]:
-    """Read the first prompts, try the reward on them, and begin episodes with them.
+    """Read the first prompts, score a made-up response to them, and start episodes with them.
 
     Args:
-        config: the run's configuration.
-        calls: whether tools are tried, too.
+        config: settings of the run.
+        calls: True to call tools too.
 
     Returns:
-        the number of training prompts, None if it is not known; and lines for `--dry-run` as (name, text): the first
-        prompt as the model reads it, the reward of a made-up response to it, and notes on unread columns and fields.
+        (number of training prompts, or None if it is not known; lines for `--dry-run` as (name, text)). The lines show
+        the first prompt as the model reads it, the reward of a made-up response to it, and notes on columns and fields
+        that are not read.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file, the tokenizer, the reward, the environment or the tools cannot
@@ -154,10 +155,10 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
 
 def _adapters(config: Config) -> list[tuple[str, str]]:
-    """Return lines for `--dry-run` on the parts of policy and critic with adapters; a note if the targets name more.
+    """Return lines for `--dry-run`, as (name, text), on the layers of policy and critic that get adapters.
 
     Raises:
-        ValueError: the targets match nothing.
+        ValueError: `model.lora.target_modules` matches no layer.
     """
     if not config.model.lora.rank:
         return []
@@ -172,7 +173,7 @@ def _adapters(config: Config) -> list[tuple[str, str]]:
 
 
 def _say_whether_it_fits(resolved: "Plan") -> None:
-    """Print the reason if this machine cannot hold the run: a plan is often made on another machine than the run's."""
+    """Print a warning if this machine has too few CPUs or GPUs for the run, which may be meant for another machine."""
     from pipeline.plan.placement import check_resources
 
     try:
@@ -182,7 +183,7 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
 
 
 def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
-    """Print the disks of this machine without room for a checkpoint of the run."""
+    """Print a warning for each disk of this machine that does not have room for a checkpoint of the run."""
     from pipeline.storage.checkpoints import root
     from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, lacking
 
@@ -197,7 +198,10 @@ def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
 
 
 def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[None, Gpu | None]":
-    """Parse `--gpus`; without it return only a kind of GPU, or None for a run on CPUs."""
+    """Return (number of GPUs, kind of GPU) of the option `--gpus`.
+
+    Without the option, the number is None, and the kind is this machine's or the default; None for a run on CPUs.
+    """
     from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu, parse
 
     if gpus is not None:
@@ -207,9 +211,13 @@ def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[N
 
 
 def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = None) -> int:
-    """Check, plan and run (or print the plan); returns the exit code.
+    """Check and plan a run, and then start it or print the plan. Returns the exit code.
 
-    `command`, as typed, continues the run; `gpus` is the value of `--gpus`.
+    Args:
+        config: settings of the run.
+        dry_run: True to print the plan instead of training.
+        command: words of the command as typed, which continues the run if it is interrupted.
+        gpus: value of `--gpus`.
 
     Raises:
         ValueError, OSError, ImportError: the settings or the input cannot be used, or the run's folder is in use;
@@ -220,7 +228,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     from pipeline.storage.owner import of_run, owned
     from pipeline.storage.resume import check_writable
 
-    # The sentences name paths as the user wrote them.
+    # Checked before paths become absolute, so errors show paths as the user wrote them.
     check(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
@@ -234,8 +242,11 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
 def _train(
     config: Config, run_dir: Path, dry_run: bool, command: list[str], gpus: str | None, lost: Callable[[], str | None]
 ) -> int:
-    """Train in the run's folder, or print the plan; `lost` returns the reason if another process has taken the
-    folder."""
+    """Train in the folder `run_dir`, or print the plan. Returns the exit code.
+
+    Arguments are the same as for `train`, and `lost`, a function that returns the reason if another process has taken
+    over the folder, else None.
+    """
     from pipeline.derived import uses_engines
     from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends

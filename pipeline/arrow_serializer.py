@@ -11,7 +11,10 @@ import pyarrow as pa
 
 
 def register() -> None:
-    """Send this process's tables as streams; does nothing if it is not part of a Ray cluster."""
+    """Let Ray serialise the Arrow tables of this process as IPC streams.
+
+    Does nothing if the process is not part of a Ray cluster.
+    """
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.util.register_serializer(pa.Table, serializer=to_stream, deserializer=from_stream)
@@ -25,6 +28,6 @@ def to_stream(table: pa.Table) -> pa.Buffer:
 
 
 def from_stream(stream: pa.Buffer) -> pa.Table:
-    """Read the table of a stream; its columns lie in the stream's own memory."""
+    """Read the table in an IPC stream without copying: its columns use the memory of the stream."""
     with pa.ipc.open_stream(stream) as reader:
         return reader.read_all()

@@ -1,8 +1,9 @@
-"""Policy losses and advantage estimators: each name with all facts about it that checks, settings and docs need.
+"""Catalogue of policy losses and advantage estimators: each name with the properties that checks, settings and docs
+need.
 
-A new algorithm is one function in a file of its own and one entry in `POLICY_LOSSES` or `ESTIMATORS`. Functions of a
-user state the same facts in their decorators, `register_policy_loss` and `register_adv_est`. An entry names its
-function by its import path, so this module loads neither torch nor any algorithm.
+A new algorithm needs a function in its own file and an entry in `POLICY_LOSSES` or `ESTIMATORS`. User functions declare
+the same properties in their decorators, `register_policy_loss` and `register_adv_est`. An entry holds the import path
+of its function, so this module loads neither torch nor any algorithm.
 """
 
 from collections.abc import Callable
@@ -14,54 +15,56 @@ from pipeline.registry import Entry, look_up, resolved
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """One value of `actor.policy_loss.loss_mode`."""
+    """A policy loss (value of `actor.policy_loss.loss_mode`) and its properties."""
 
     ratio: Literal["token", "sequence", "none"] | None = None
-    """Probability ratio to the old policy that weighs the tokens: of the `token`, of the `sequence`, or `none`; None if
-    a user's function does not state it."""
+    """Kind of the ratio of current to old policy that weighs tokens: per `token`, per `sequence` (response), or `none`;
+    None if a user function does not declare it."""
     clips: bool = False
     """True if the ratio is clipped below at 1 - `actor.clip_ratio_low`."""
     truncates: bool = False
-    """True if the ratio is truncated at `actor.clip_ratio_c` for advantages of any sign."""
+    """True if the ratio is truncated at `actor.clip_ratio_c`, for positive and negative advantages."""
     reads: tuple[str, ...] = ()
-    """Keys of `actor.policy_loss` that the loss reads. Those with the default null must be set."""
+    """Keys of `actor.policy_loss` that the loss reads. Keys with the default null must be set."""
     zero_without_advantage: bool = False
-    """True if rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
+    """True if a row with only zero advantages has neither loss nor gradient, so it may be skipped."""
     per_token: bool = False
-    """True if a token's loss depends on no other token, so the contexts of a row may be in different passes."""
+    """True if the loss of a token does not depend on other tokens, so the sequences of an episode may be in different
+    forward passes."""
     of_pairs: bool = False
     """True if the loss compares two responses of each group: one with an advantage above 0, one with an advantage below
-    0. Other rows do not train. The loss reads `pair_margin`, and so the reference."""
+    0. Other rows are not trained on. Such a loss needs the reference policy (`pair_margin`)."""
     token_mask_fn: Callable[..., Any] | str | None = None
-    """Function, or its import path, that chooses tokens from the whole mini-batch; see `losses.TokenMaskFunction`."""
+    """Function, or its import path, that selects tokens of the whole mini-batch; see `losses.TokenMaskFunction`."""
 
     @property
     def choose_tokens(self) -> Callable[..., Any]:
-        """The function of `token_mask_fn`."""
+        """The function that `token_mask_fn` names, imported if necessary."""
         assert self.token_mask_fn is not None
         return resolved(self.token_mask_fn)
 
 
 NEEDS = ("values", "baselines", "sum_pi_squared", "parts")
-"""Inputs of estimators beyond rewards; each brings its stage or its model."""
+"""Inputs that estimators may need in addition to rewards. Each makes the run compute it, with a further stage or
+model."""
 
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """One value of `algorithm.adv_estimator`."""
+    """An advantage estimator (value of `algorithm.adv_estimator`) and its properties."""
 
     scope: str = "group"
-    """Rows that the estimator needs together: `group`, the samples of one prompt, or `batch`, all rows of an
+    """Rows that the estimator needs at once: `group`, all responses to one prompt, or `batch`, all rows of an
     iteration."""
     needs: tuple[str, ...] = ()
-    """Inputs from `NEEDS` that the estimator reads."""
+    """Inputs in `NEEDS` that the estimator reads."""
     compares: Literal["responses", "turns", "places", "trained places"] | None = None
-    """Parts of a response that are compared with other responses of the group: whole responses, turns, or tokens at the
-    same position, counted with or without the tokens of tools. None if nothing is compared."""
+    """Unit that the estimator compares within a group: whole `responses`, `turns`, or tokens at the same position
+    (`places`; in `trained places` only the policy's tokens count). None if it compares nothing."""
     reads: tuple[str, ...] = ()
     """Keys of `algorithm` that the estimator reads."""
     marks_pairs: bool = False
-    """True if the estimator marks the two responses of each group that a loss of pairs compares."""
+    """True if the estimator chooses the two responses of each group for a loss with `of_pairs`."""
 
     def __post_init__(self) -> None:
         if self.scope not in ("group", "batch"):
@@ -152,20 +155,17 @@ ESTIMATORS = _by_name(
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """Return the loss of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES` or an import path.
+    """Return the policy loss `name`, a key of `POLICY_LOSSES` or an import path.
 
-    A function without the decorator states no facts.
-
-    Raises ValueError as `look_up` does.
+    A user function without the decorator has the default properties. Raises ValueError if the name is unknown.
     """
     return look_up("actor.policy_loss.loss_mode", name, POLICY_LOSSES, PolicyLoss)
 
 
 def get_adv_estimator(name: str) -> Estimator:
-    """Return the estimator of `algorithm.adv_estimator`: a name of `ESTIMATORS` or an import path.
+    """Return the advantage estimator `name`, a key of `ESTIMATORS` or an import path.
 
-    A function without the decorator has scope `group` and needs nothing.
-
-    Raises ValueError as `look_up` does.
+    A user function without the decorator has the scope `group` and needs only rewards. Raises ValueError if the name is
+    unknown.
     """
     return look_up("algorithm.adv_estimator", name, ESTIMATORS, Estimator)

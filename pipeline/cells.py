@@ -1,12 +1,12 @@
-"""Cells of Arrow columns as Python values.
+"""Convert cells of Arrow columns to Python values.
 
-1. A struct has every field in every row, null in rows that lack it. Within a column null fields are left out, at any
-   depth: Arrow cannot tell them from nulls that were written. The fields of a column that is itself a struct, such as
-   `extra_info`, stay with None, since functions of users index them.
-2. A map is a dict. Its nulls were written, and stay.
-3. A cell of the type `arrow.json`, single or within others, is the value of its JSON text. Its nulls, its whole
-   numbers and the order of its keys stay.
-4. Text is text. `parsed` reads the cells of columns that must hold a list or an object.
+1. In Arrow, a struct has all fields in every row; missing ones are null, like nulls that were written. So null fields
+   inside a column are left out, at any depth. Only the fields of a column that is itself a struct, such as
+   `extra_info`, are kept as None, since functions of users index them.
+2. A map becomes a dict. Nulls in it are kept.
+3. A cell of the type `arrow.json`, also inside others, becomes the value of its JSON text, with its nulls, its whole
+   numbers and the order of its keys.
+4. Text stays text. `parsed` parses the text of columns that must hold a list or an object.
 """
 
 import functools
@@ -22,14 +22,14 @@ Read = Callable[[Any], Any]
 
 
 def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the rows, each with all of its columns.
+    """Yield each row as a dict of column names to Python values.
 
     Args:
-        rows: from a file.
-        places: beginning of the error for each row.
+        rows: rows as read from a file.
+        places: beginning of the error text for each row; empty for none.
 
     Raises:
-        ValueError: a cell cannot be read; the sentence names its column.
+        ValueError: a cell cannot be converted; the text names its column.
     """
     readers = {field.name: _column(field.type) for field in rows.schema}
     for number in range(len(rows)):
@@ -44,10 +44,10 @@ def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Itera
 
 
 def check_names(names: Sequence[str], place: str) -> None:
-    """Refuse a file in which two columns have one name.
+    """Check that the names of a file's columns are distinct.
 
     Raises:
-        ValueError: the sentence begins with `place`.
+        ValueError: two columns have the same name; the text begins with `place`.
     """
     for name, count in Counter(names).items():
         if count > 1:
@@ -65,7 +65,7 @@ def _column(kind: pa.DataType) -> Read:
 
 
 def reader(kind: pa.DataType) -> Read:
-    """Return a function that turns Arrow's cell of this type into its value."""
+    """Return a function that converts a cell of the type `kind` (the result of `as_py`) to its Python value."""
     if isinstance(kind, pa.JsonType):
         return from_json
     if isinstance(kind, pa.DictionaryType | pa.RunEndEncodedType):
@@ -81,20 +81,20 @@ def reader(kind: pa.DataType) -> Read:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return whether cells of a type are lists."""
+    """Return True if cells of the type are lists."""
     lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
     return isinstance(kind, lists)
 
 
 def is_text(kind: pa.DataType | None) -> bool:
-    """Return whether cells of a type are text."""
+    """Return True if cells of the type are text."""
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def may_be_object(kind: pa.DataType | None) -> bool:
-    """Return whether cells of a type may hold any object: JSON, text that is JSON, or a map."""
+    """Return True if cells of the type may hold an object: JSON, text (which may be JSON), or a map."""
     return is_text(kind) or isinstance(kind, pa.JsonType | pa.MapType)
 
 
@@ -113,10 +113,11 @@ def from_json(text: str | None) -> Any:
 
 
 def parsed(value: Any, place: str) -> Any:
-    """Return the list or object in a cell that must hold one; text is read as JSON, and blank text is None.
+    """Parse a cell that must hold a list or an object. Text is parsed as JSON; empty text becomes None. Other values
+    are returned unchanged.
 
     Raises:
-        ValueError: it is a text that is neither; the sentence begins with `place`.
+        ValueError: the text is not JSON of a list or an object; the text of the error begins with `place`.
     """
     if not isinstance(value, str):
         return value
@@ -132,7 +133,7 @@ def parsed(value: Any, place: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with lists instead of NumPy's arrays, which pandas makes, and instead of tuples, at any depth."""
+    """Return `value` with lists in place of NumPy arrays (from pandas) and tuples, at any depth."""
     if isinstance(value, dict):
         return {name: plain(field) for name, field in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -141,7 +142,7 @@ def plain(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without the fields of its objects that are None, at any depth."""
+    """Return `value` without the None values in dicts, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

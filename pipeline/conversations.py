@@ -1,8 +1,8 @@
-"""Conversations in the form of chat templates, from rows, programs and generators.
+"""Read conversations from rows, programs and generators, in the form that chat templates need.
 
-1. Contents are texts. Arguments of calls are objects, and calls have OpenAI's form.
-2. Templates test whether a field is there, so a message and a call have no field that is None. Nulls within arguments
-   and schemas stay; the nulls that Arrow adds are gone before (`cells.py`).
+1. The content of a message is text. Tool calls have OpenAI's form, with arguments as objects.
+2. Templates test whether a field exists, so fields of messages and calls that are None are removed. Nulls inside of
+   arguments and schemas are kept; nulls that Arrow adds were removed before (`cells.py`).
 """
 
 import json
@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 
 def may_be_messages(kind: pa.DataType) -> bool:
-    """Return whether cells of a type may hold a conversation."""
+    """Return True if cells of the type may hold a conversation."""
     if not is_list(kind):
         return is_text(kind) or isinstance(kind, pa.JsonType)
     message = kind.value_type
@@ -31,14 +31,14 @@ def may_be_messages(kind: pa.DataType) -> bool:
 
 
 def read_messages(value: Any, place: str) -> Messages:
-    """Read a cell, or a program's value, as messages.
+    """Read messages from a cell of a row, or from a value that a program gives.
 
     Args:
         value: a list of messages, or its JSON.
-        place: beginning of the error.
+        place: beginning of the error text.
 
     Raises:
-        ValueError: it is something else, or a message cannot be read.
+        ValueError: `value` is something else, or a message cannot be read.
     """
     found = plain(parsed(value, place))
     if not isinstance(found, list) or not found:
@@ -61,7 +61,10 @@ def _message(value: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str) -> str:
-    """Read a content as text: a text, None, or parts that are texts. Raises ValueError if it is something else."""
+    """Return the content of a message as text. `content` may be text, None, or a list of text parts.
+
+    Raises ValueError for other contents; `place` begins the error text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     wanted = f"{place}: `content` must be a text, or parts {{type: text, text: ...}}"
@@ -76,7 +79,7 @@ def read_content(content: Any, place: str) -> str:
 
 
 def read_calls(calls: Any, place: str) -> Messages:
-    """Read tool calls in OpenAI's form. Raises ValueError if one cannot be read."""
+    """Return tool calls in OpenAI's form. Raises ValueError if one cannot be read; `place` begins the error text."""
     calls = parsed(calls, f"{place}, tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{place} has tool_calls that are not a list of {{function}}: {calls!r:.200}")
@@ -107,30 +110,34 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def begun_answer(messages: Messages) -> str | None:
-    """Return the text of a last message that is the assistant's, which the policy continues; else None."""
+    """Return the text of the last message if its role is `assistant` (the policy continues this text), else None."""
     last = messages[-1] if messages else {}
     return last["content"] if last.get("role") == "assistant" else None
 
 
 def begun_text(cell: str | None) -> str:
-    """Return the text of a begun answer in a cell of the column `prompt`; empty if there is none."""
+    """Return the text of a last assistant message in a cell of the column `prompt` (JSON); "" without one."""
     return (begun_answer(json.loads(cell)) or "") if cell else ""
 
 
 def answered(messages: Messages, answer: str) -> Messages:
-    """Join a prompt and the answer to it, which holds the text of an assistant's last message (`begun_answer`)."""
+    """Return the prompt with the response as its last message.
+
+    If the prompt ends with an assistant message, `answer` begins with its text and replaces it.
+    """
     before = messages if begun_answer(messages) is None else messages[:-1]
     return [*before, {"role": "assistant", "content": answer}]
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
-    """Render a conversation in the first form in which the template writes its calls.
+    """Render a conversation with a chat template, with tool calls in the first form that the template writes.
 
-    Most templates read arguments as objects, some as JSON text. Some write calls only of answers without content.
+    Most templates need arguments as objects, some as JSON text. Some write the calls of a message only if it has no
+    content.
 
     Args:
-        messages: as from `read_messages`.
-        render: the template; raises ValueError if it fails.
+        messages: the conversation, as from `read_messages`.
+        render: function that renders messages with the template; raises ValueError if the template fails.
 
     Raises:
         ValueError: the template fails on all forms.
@@ -163,7 +170,7 @@ def _differs_in_python(arguments: dict[str, Any]) -> bool:
 
 
 def _writes_calls(messages: Messages, text: str, render: Callable[[Messages], str]) -> bool:
-    """Return whether the calls change the text; their names may also stand elsewhere."""
+    """Return True if the text would differ without the tool calls. (Their names may also occur elsewhere in it.)"""
     try:
         return text != render([{k: v for k, v in message.items() if k != "tool_calls"} for message in messages])
     except ValueError:
@@ -171,7 +178,8 @@ def _writes_calls(messages: Messages, text: str, render: Callable[[Messages], st
 
 
 def _with_texts(messages: Messages, nothing: str | None) -> Messages:
-    """Return messages with the arguments of calls as JSON text; empty contents with calls become `nothing`."""
+    """Return the messages with arguments of tool calls as JSON text. In messages with calls, empty content becomes
+    `nothing`."""
     return [
         {
             **message,
@@ -190,10 +198,12 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any, place: str) -> Messages | None:
-    """Read a cell as tool schemas: a list of objects; list and objects may be JSON text. None if it is empty.
+    """Read a cell with tool schemas: a list of objects; the list and each object may be JSON text.
+
+    Returns None if the cell is empty. `place` begins the error text.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the cell holds something else.
     """
     tools = plain(parsed(value, place))
     if not tools:
@@ -205,7 +215,7 @@ def read_tools(value: Any, place: str) -> Messages | None:
 
 
 def _schema(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a schema whose parameters are an object; files whose tools differ have them as JSON text."""
+    """Return the schema with its parameters as an object. Files with different tools may have them as JSON text."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("parameters"), str):
         return tool

@@ -1,8 +1,8 @@
-"""Settings that follow from other settings: a run's optional stages and models, and the values of `auto`.
+"""Derive facts from the settings: which optional stages and models a run has, and the values that null stands for.
 
-An optional stage exists if its output is read: the advantage estimator declares its inputs beyond rewards (`needs`),
-and keys switch on the KL and the critic. Stream, train loop, plan and checks use these functions, so that they agree.
-An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module loads no torch.
+An optional stage exists if its output is read: the advantage estimator declares its inputs (`needs`), and settings
+switch on the KL and the critic. Stream, train loop, plan and checks all use these functions, so they agree. An unknown
+`algorithm.adv_estimator` raises `ValueError`. Importing this module does not load torch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,52 +17,53 @@ from pipeline.config.scoring import TRAIN_WORKERS, ScorerConfig
 
 
 def uses_engines(config: Config) -> bool:
-    """Return whether engines generate responses; a replay reads recorded responses instead."""
+    """Return True if engines generate responses. A replay reads recorded responses instead."""
     return config.data.recorded_run is None
 
 
 def uses_agent(config: Config) -> bool:
-    """Return whether rows are episodes of several turns."""
+    """Return True if rows are multi-turn episodes."""
     return config.agent.used
 
 
 def uses_turn_rewards(config: Config) -> bool:
-    """Return whether the rewards that an environment or a program gives to answers are part of the score."""
+    """Return True if rewards that an environment or a program gives for single turns are part of the score."""
     return any(agent.scored_by != "function" for agent in config.agent.declared().values())
 
 
 def most_contexts(config: Config) -> int:
-    """Return the number of sequences of tokens that a row may have."""
+    """Return the maximum number of token sequences in a row; 1 without episodes."""
     return max(agent.most_contexts for agent in config.agent.declared().values()) if uses_agent(config) else 1
 
 
 def uses_critic(config: Config) -> bool:
-    """Return whether a critic is trained, and the stage `value` evaluates it."""
+    """Return True if a critic is trained, and the stage `value` computes its values."""
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable
 
 
 def reads_reference(config: Config) -> bool:
-    """Return whether a KL in the reward or in the loss, or a loss of pairs, reads log-probs of a reference."""
+    """Return True if log-probs of a reference policy are needed: for a KL in the reward or the loss, or a loss of
+    pairs."""
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
 
 
 def uses_reference(config: Config) -> bool:
-    """Return whether the stage `reference` scores rows in replicas."""
+    """Return True if the stage `reference` computes log-probs of the reference policy in replicas."""
     return reads_reference(config) and not _in_train_workers(config)
 
 
 def trains_beside_reference(config: Config) -> bool:
-    """Return whether the train workers compute the reference's log-probs, and rows come without them."""
+    """Return True if the train workers compute the log-probs of the reference policy."""
     return reads_reference(config) and _in_train_workers(config)
 
 
 def reference_is_base(config: Config) -> bool:
-    """Return whether the train workers' reference is the policy with the adapters off."""
+    """Return True if the train workers use the policy with its adapters switched off as the reference."""
     return trains_beside_reference(config) and _has_base(config)
 
 
 def shards_reference(config: Config) -> bool:
-    """Return whether the train workers' reference is a second model, sharded over them."""
+    """Return True if the train workers hold the reference as a second model, sharded over them."""
     return trains_beside_reference(config) and not _has_base(config)
 
 
@@ -79,32 +80,32 @@ def _has_base(config: Config) -> bool:
 
 
 def uses_pairs(config: Config) -> bool:
-    """Return whether the policy loss compares the best and the worst response of a group."""
+    """Return True if the policy loss compares the best and the worst response of each group."""
     return policy_loss(config).of_pairs
 
 
 def uses_reward_model(config: Config) -> bool:
-    """Return whether the stage `reward_model` scores responses before the reward stage."""
+    """Return True if a reward model scores responses, in a stage before the reward stage."""
     return config.reward.model.path is not None
 
 
 def uses_policy_scores(config: Config) -> bool:
-    """Return whether the stage `policy` runs a forward pass over the rows, for the sum of squared probabilities."""
+    """Return True if the stage `policy` runs a forward pass, to compute sums of squared probabilities per token."""
     return _needs(config, "sum_pi_squared")
 
 
 def uses_filter(config: Config) -> bool:
-    """Return whether groups with equal rewards are removed and replaced; a replay reads only groups that trained."""
+    """Return True if groups with equal rewards are removed and replaced (dynamic sampling). Never in a replay."""
     return config.algorithm.filter_groups.enable and uses_engines(config)
 
 
 def uses_baselines(config: Config) -> bool:
-    """Return whether a greedy response to each training prompt is generated and scored with its group."""
+    """Return True if a greedy response to each training prompt is generated and scored, as a baseline of its group."""
     return _needs(config, "baselines")
 
 
 def reward_parts(config: Config) -> dict[str, list[str]]:
-    """Return the parts of the reward that the run reads one by one, by the setting that names them."""
+    """Return the names of the parts of the reward that the run needs, by the setting that names them."""
     algorithm = config.algorithm
     return {
         "algorithm.gdpo_reward_keys": algorithm.gdpo_reward_keys if _needs(config, "parts") else [],
@@ -126,8 +127,15 @@ def scorers(config: Config) -> dict[str, ScorerConfig]:
 def scoring_model(
     model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None, gpu: bool | None = None
 ) -> ModelConfig:
-    """Return `model`, or the one at `path`, with the settings for scoring rows: without adapters, since weights arrive
-    merged, and in the type of `scorer`, else the trainer's. `gpu` is true on GPUs; None means `scorer.num_gpus > 0`."""
+    """Return the settings of a model for scoring rows: no adapters (weights arrive merged), no gradient checkpointing.
+
+    Args:
+        model: the section `model`.
+        scorer: settings of the pool; its `dtype` is used, or the trainer's if that is null.
+        fsdp: the section `fsdp` of the learner.
+        path: another model than `model.path`; None: the same.
+        gpu: True if the model is on a GPU; None takes `scorer.num_gpus > 0`.
+    """
     gpu = scorer.num_gpus > 0 if gpu is None else gpu
     return replace(
         model,
@@ -144,7 +152,8 @@ def _needs(config: Config, what: str) -> bool:
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of the policy with its facts; a wrong name, which `check_algorithm` reports, has none."""
+    """Return the policy loss with its properties. For an unknown name, which `check_algorithm` reports, they have
+    defaults."""
     name = config.actor.policy_loss.loss_mode
     try:
         return get_policy_loss(name)
@@ -153,7 +162,7 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
-    """Return the off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
+    """Return the settings of off-policy correction, with a null `rollout_is` replaced by `token` or `none`."""
     settings = config.algorithm.rollout_correction
     if settings.rollout_is is not None:
         return settings
@@ -162,12 +171,12 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
 
 
 def streams_gradients(config: Config) -> bool:
-    """Return whether the first chunks of an iteration are trained on while engines still generate the others."""
+    """Return True if gradients of the first chunks of an iteration are computed while others are still generated."""
     return config.trainer.stream_gradients is not False and why_not_streamed(config) is None
 
 
 def why_not_streamed(config: Config) -> str | None:
-    """Return the setting that makes training wait for the complete iteration; None if no setting does."""
+    """Return a sentence on the setting that makes training wait for the complete iteration; None if none does."""
     prompts = config.rollout.chunk_prompts * config.trainer.num_workers
     chunks = config.data.train_batch_size // max(1, prompts)
     reasons = {
@@ -188,8 +197,13 @@ def why_not_streamed(config: Config) -> str | None:
 
 
 def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
-    """Return whether the loss of actor or critic reads other tokens of a token's row, so that all contexts of an
-    episode must pass through the model together."""
+    """Return True if the loss of a token depends on other tokens of its row, so all sequences of an episode must be in
+    one forward pass.
+
+    Args:
+        config: the settings.
+        part: the section `actor` or `critic`.
+    """
     actor = config.actor
     if (part.loss_agg_mode or actor.loss_agg_mode) == "seq-mean-token-mean":
         return True
@@ -201,29 +215,30 @@ def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
 
 
 def weighs_itself(config: Config) -> bool:
-    """Return whether the loss's own ratio compares the current policy with the engine's."""
+    """Return True if the ratio in the loss is current policy / engine's policy, which corrects for staleness itself."""
     return config.actor.old_log_probs == "engine" and policy_loss(config).ratio != "none"
 
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """Settings of the update in force; null settings of the critic become the actor's."""
+    """Settings of the update of actor or critic, with null values of the critic replaced by the actor's."""
 
     epochs: int
+    """Number of passes over the rows of an iteration."""
     mini_batches: int
-    """Mini-batches of one iteration."""
+    """Number of mini-batches per iteration."""
     max_tokens: int
-    """Most tokens in one forward pass; the ranks of a sequence have equal parts of them."""
+    """Maximum number of tokens in one forward pass; sequence-parallel ranks share them equally."""
     agg_mode: str
     """Aggregation of token losses, one of `losses.AGG_MODES`."""
     scale_factor: float
-    """Divisor of `seq-mean-token-sum-norm`."""
+    """Divisor for the aggregation `seq-mean-token-sum-norm`."""
     max_nonfinite_steps: int
-    """Consecutive optimiser steps that may have a gradient that is not finite."""
+    """Maximum number of consecutive optimiser steps with a gradient that is not finite."""
     whole_rows: bool
-    """True if all contexts of a row must be in one micro-batch."""
+    """True if all sequences of a row must be in one micro-batch."""
     longest: int | None = None
-    """Tokens of the run's longest row; None for the model's own limit."""
+    """Maximum number of tokens in a row of this run; None: the model's own limit."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -242,5 +257,5 @@ class UpdateShape:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of one iteration."""
+        """Number of optimiser steps per iteration."""
         return self.epochs * self.mini_batches

@@ -1,4 +1,4 @@
-"""Errors by their remedy, and errors of other libraries as one sentence."""
+"""Errors that differ in the reaction to them (end the run, restart), and short texts for errors of other libraries."""
 
 import difflib
 import textwrap
@@ -6,26 +6,26 @@ from collections.abc import Iterable
 
 
 class FinalError(RuntimeError):
-    """Error that would return after a restart from the last checkpoint. It ends the run at once, even if
+    """Error that would occur again after a restart from the last checkpoint. It ends the run at once, even if
     `trainer.max_failures` allows restarts."""
 
 
 class PeerDied(ConnectionError):
-    """Error of a connection to another process of the run, which most likely has died; a restart helps."""
+    """Lost connection to another process of the run, which most likely has died; a restart of the run helps."""
 
 
 class NotStarted(RuntimeError):
-    """Error of a Ray that did not start or could not be joined. The message has the reason and a remedy. Nothing has
-    changed."""
+    """A local Ray did not start, or a Ray cluster could not be joined. The message has the reason and a remedy."""
 
 
 def short_reason(error: BaseException) -> str:
-    """Return the message of another library's exception on one line, without its endless tail."""
+    """Return type and message of an exception on one line of at most 400 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` (the nearest is 'x')` if one of `names` is close to `name`, or is the same without a part before a slash."""
+    """Return the text ` (the nearest is 'x')` if one of `names` is similar to `name` or equal after its last slash;
+    else ""."""
     names = list(names)
     ends = [other for other in names if other.rpartition("/")[2].lower() == name.rpartition("/")[2].lower()]
     close = ends or difflib.get_close_matches(name, names, n=1, cutoff=0.6)

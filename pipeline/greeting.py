@@ -1,8 +1,8 @@
-"""The rows with which engine and trainer are compared before the first iteration (`models/handshake.py`).
+"""Rows for the handshake: the comparison of engine and trainer before the first iteration (`models/handshake.py`).
 
-The engine generates them as it generates all rows; the trainer computes their log-probs in each way in which rows pass
-through its model. They are few and short, but one is longer than each length at which the model's configuration changes
-something.
+The engine generates these rows like all others; the trainer computes their log-probs with each attention implementation
+and packing. The rows are few and short, but for each length at which the model computes differently (such as a sliding
+window), one row is longer.
 """
 
 import re
@@ -17,41 +17,41 @@ SHORT = (5, 17)
 RESPONSE = 12
 """Length of a response in tokens."""
 SAMPLES, ROUNDED_SAMPLES = 2, 8
-"""Numbers of responses to a shared prompt: the first if engine and trainer compute in float32, else the second, because
-only many tokens show the size of rounding."""
+"""Number of responses per prompt: the first if engine and trainer compute in float32, else the second, since the size
+of rounding errors shows only over many tokens."""
 BEYOND = 8
-"""Tokens by which a long row passes a border."""
+"""Number of tokens by which a row is longer than a border."""
 BORDER = re.compile(
     r"window(_size)?$|chunk_size$|local_attention$|original_max_position|max_position_embeddings$|floor_scale$"
 )
-"""Pattern in the names of numbers in a model's configuration at which attention or positions change."""
+"""Pattern for keys of a model's configuration with a border: a length at which attention or positions change."""
 
 
 @dataclass(frozen=True)
 class GreetingPlan:
-    """The rows that are compared."""
+    """Sizes of the rows to compare."""
 
     prompts: tuple[int, ...]
-    """Tokens of each prompt."""
+    """Number of tokens in each prompt."""
     response: int
-    """Tokens of each response."""
+    """Number of tokens in each response."""
     samples: int
-    """Responses to each prompt."""
+    """Number of responses per prompt."""
     vocabulary: int
-    """Tokens of the model."""
+    """Number of tokens in the model's vocabulary."""
     seed: int
     borders: dict[int, str]
-    """Lengths that the rows pass, and the number of the configuration that names each."""
+    """Borders that at least one row exceeds: length in tokens to the key in the model's configuration."""
 
     @classmethod
     def of(cls, config: Any, longest: int, seed: int, exact: bool = True) -> "GreetingPlan":
         """Choose the rows for a model.
 
         Args:
-            config: configuration of its text model, from `transformers`.
-            longest: tokens of the run's longest row.
-            seed: the run's.
-            exact: whether engine and trainer compute in float32.
+            config: configuration of the text model, from `transformers`.
+            longest: maximum number of tokens in a row of the run.
+            seed: `trainer.seed`.
+            exact: True if engine and trainer compute in float32.
         """
         response = max(1, min(RESPONSE, longest // 2))
         passed = {length: name for length, name in borders(config.to_dict()) if length + BEYOND <= longest}
@@ -62,12 +62,12 @@ class GreetingPlan:
         return cls(tuple(sorted(prompts)), response, samples, config.vocab_size, seed, dict(sorted(passed.items())))
 
     def passes(self, tokens: int) -> list[str]:
-        """Describe the borders that a row of so many tokens passes."""
+        """Return the borders that a row of `tokens` tokens exceeds, as texts `KEY=LENGTH`."""
         return [f"{name}={length}" for length, name in self.borders.items() if tokens > length]
 
 
 def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]]:
-    """Return the lengths at which a model's computation changes, each with the name in its configuration."""
+    """Return (length in tokens, key) for each border in a model's configuration, nested up to `depth` levels."""
     found = []
     for name, value in settings.items():
         if isinstance(value, Mapping) and depth:
@@ -79,10 +79,10 @@ def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which rows pass through a model."""
+    """How a model computes rows: attention implementation and packing."""
 
     attention: str
-    """Name of the attention in `transformers`."""
+    """Name of the attention implementation in `transformers`."""
     packed: bool
     shared: bool
 
@@ -93,11 +93,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Change:
-    """The handshake's change of the passes of rows."""
+    """Change that the handshake makes to how rows are computed."""
 
     decoder: str
-    """Class of the models whose rows pass in another way: the policy's."""
+    """Name of the model class (the policy's) to which the change applies."""
     way: Way
+    """How models of this class compute rows from now on."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,13 @@ class Greeting:
     prompts: Sequence[Sequence[int]]
     """Token ids of each row's prompt; rows of the same prompt are neighbours."""
     responses: Sequence[np.ndarray]
-    """[tokens] int32 of each row."""
+    """Token ids of each row's response, [tokens] int32."""
     log_probs: Sequence[np.ndarray]
-    """[tokens] float32 of each row: the engine's, in nats, at temperature 1."""
+    """The engine's log-probs of each row's response, [tokens] float32, in nats, at temperature 1."""
 
 
 def prompts_of(plan: GreetingPlan, tokenizer: Any) -> list[list[int]]:
-    """Draw the plan's prompts, as token ids, from the tokens of the policy's tokenizer that are plain text."""
+    """Return random prompts of the planned lengths, as token ids; special and added tokens are not used."""
     added = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     plain = [token for token in range(min(plan.vocabulary, len(tokenizer))) if token not in added]
     generator = np.random.default_rng(plan.seed)

@@ -1,4 +1,4 @@
-"""Estimates of the KL between two policies at one token, for the reward (numpy) and the loss (torch).
+"""Estimators of the KL between two policies at one token, for the reward (numpy) and the loss (torch).
 
 With d = log p(token) - log q(token) for a token sampled from p (Schulman 2020, "Approximating KL divergence"):
 
@@ -15,7 +15,7 @@ NAMES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var
 """Accepted names. The loss also accepts each with a trailing `+` (`pipeline/losses/kl.py`)."""
 
 MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
-"""k3 clamps d to plus or minus the first, and itself to plus or minus the second, so that `exp` stays finite."""
+"""Limits for k3, so that `exp` stays finite: d is clipped to +-MAX_LOG_RATIO, and the result to +-MAX_K3."""
 
 
 def estimate(kind: str, difference: Any, expm1: Callable[[Any], Any]) -> Any:

@@ -1,6 +1,6 @@
-"""A chat template's omissions from a conversation, found by rendering it with and without a field.
+"""Find parts of a conversation that a chat template leaves out, by rendering it with and without a field.
 
-No field is known by name. A template that renders the same text without a field does not read it.
+If the text is the same without a field, the template does not read it. Fields are not known by name.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.conversations import Messages
 
 Render = Callable[[Messages], str]
-"""The text of messages; raises ValueError if the template fails."""
+"""Function that renders messages as text; raises ValueError if the template fails."""
 
 
 def remedy(template: str) -> str:
@@ -18,19 +18,19 @@ def remedy(template: str) -> str:
 
 
 class Omissions:
-    """Finds fields of messages that change nothing in the rendering.
+    """Finds fields of messages that a chat template leaves out.
 
-    Contents, tool calls and everything else with content in an assistant's message must be written in every row. Other
-    fields, such as the name of a user, are noted once.
+    Content, tool calls and all other text in assistant messages must be written, else `check` raises. Other fields that
+    are left out, such as the name of a user, are only noted, once.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        """Sentences on fields that are left out, or read otherwise than they may look."""
+        """Sentences on parts of prompts that are left out or read in an unexpected way, as keys."""
         self._tested: set[tuple[str, bool, str]] = set()
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the plan, once; an empty one is none."""
+        """Add a sentence to `notes`, if it is new and not empty."""
         if sentence:
             self.notes[sentence] = None
 
@@ -39,10 +39,10 @@ class Omissions:
 
         Args:
             messages: the conversation, as from `read_messages`.
-            text: its rendering.
-            render: without an opening of a further turn.
-            place: beginning of the error.
-            start: number of the first message to look at.
+            text: the rendered conversation.
+            render: renders messages without opening a further turn.
+            place: beginning of the error text.
+            start: number of the first message to check, from 0.
 
         Raises:
             ValueError: the template leaves out a field that must be written.
@@ -69,16 +69,16 @@ class Omissions:
 
 
 def check_answer(messages: Messages, text: str, render: Render, place: str) -> None:
-    """Refuse an answer whose beginning or end a template leaves out, such as its thinking.
+    """Check that a template does not leave out the beginning or the end of the last message, such as its thinking.
 
     Args:
-        messages: the conversation up to the answer.
-        text: its rendering.
-        render: as for `Omissions.check`.
-        place: beginning of the error.
+        messages: the conversation; its last message is the one to check.
+        text: the rendered conversation.
+        render: renders messages without opening a further turn.
+        place: beginning of the error text.
 
     Raises:
-        ValueError: the template leaves out a part.
+        ValueError: the template leaves out the beginning or the end.
     """
     *before, answer = messages
     content = answer["content"].strip()
@@ -97,14 +97,15 @@ def check_answer(messages: Messages, text: str, render: Render, place: str) -> N
 
 
 def _says(value: Any) -> bool:
-    """Return whether a field has content."""
+    """Return True if the value of a field is not empty."""
     if isinstance(value, str):
         return bool(value.strip())
     return bool(value) if isinstance(value, list | dict) else value is not None
 
 
 def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """Yield the message without a field, without each of its calls, and without the arguments of its calls."""
+    """Yield variants of the message without the field `name`; for tool calls, without each call and without all
+    arguments."""
     rest = {key: value for key, value in message.items() if key != name}
     if name == "content":
         yield {**message, "content": ""}
@@ -121,10 +122,10 @@ def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], render: Render) -> bool:
-    """Return whether the text is the same with `other` instead of a message.
+    """Return True if the rendered text is the same with `other` in place of message `number`.
 
-    The text of all messages counts, and the text up to this one: some templates leave reasoning out of earlier answers,
-    others write the system's message only with a user's.
+    Both the whole conversation and the conversation up to this message are compared: some templates leave out reasoning
+    of earlier turns, others write the system message only if a user message follows.
     """
     rendered = False
     for end in {number + 1, len(messages)}:
@@ -143,16 +144,16 @@ def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], ren
 
 
 def check_tools(tools: Messages, text: str, without: Callable[[], str], place: str) -> None:
-    """Refuse tools that a template leaves out.
+    """Check that a template writes the schemas of tools.
 
     Args:
-        tools: schemas.
-        text: a conversation with them.
-        without: renders it without them.
-        place: beginning of the error.
+        tools: schemas of the tools.
+        text: a conversation that was rendered with the tools.
+        without: renders the same conversation without the tools.
+        place: beginning of the error text.
 
     Raises:
-        ValueError: the template leaves them out.
+        ValueError: the template leaves out the tools.
     """
     names = [str((tool.get("function") or tool).get("name")) for tool in tools]
     if not all(name in text for name in names) or without() == text:

@@ -1,4 +1,4 @@
-"""Functions and classes that a setting chooses: built-in ones by name, a user's by import path."""
+"""Look up functions and classes that settings name: built-in ones by name, user code by import path."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +11,20 @@ from pipeline import imports
 
 @dataclass(frozen=True)
 class Entry:
-    """A choice and its function."""
+    """A registered name and its function or class."""
 
     name: str
     source: Callable[..., Any] | str
-    """Function of the user, or import path of a built-in one, which is imported at first use."""
+    """The function of a user, or the import path of a built-in function, which is imported at first use."""
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function itself."""
+        """The function, imported if necessary."""
         return resolved(self.source)
 
     @property
     def built_in(self) -> bool:
-        """True if the function comes with the library."""
+        """True if the function is part of Slipstream."""
         return isinstance(self.source, str)
 
     @property
@@ -33,7 +33,7 @@ class Entry:
         return self.source if isinstance(self.source, str) else _path(self.source)
 
     def owns(self, function: Callable[..., Any]) -> bool:
-        """Return True if the entry is for this function. Imports nothing."""
+        """Return True if `function` is the function of this entry. Imports nothing."""
         return self.source is function or (self.built_in and self.source == _path(function))
 
 
@@ -61,7 +61,7 @@ def register(kind: str, known: dict[str, T], entry: T) -> None:
     """
     if entry.name in known and not known[entry.name].owns(entry.function):
         raise ValueError(f"{kind} {entry.name!r} is registered twice; give the second one another name")
-    # A built-in entry stays when its module is loaded again.
+    # An existing entry is kept when its module is loaded again.
     known.setdefault(entry.name, entry)
 
 
@@ -83,8 +83,7 @@ def look_up(
 
     Raises:
         ValueError: the name is unknown (the error gives the nearest one), or the import path does not lead to a
-            function
-            with these arguments.
+            function with these arguments.
     """
     if ":" in name:
         return _imported(key, name, known, unregistered, arguments)

@@ -1,8 +1,8 @@
-"""The row: one trajectory, as plain Arrow.
+"""Columns of a row, which is one trajectory in an Arrow table, and functions that read them.
 
-Every stage takes a `pyarrow.Table` of rows and returns one with the same number of rows in the same order (rollout,
-which turns each prompt into `n` rows, is the one exception) and its own columns filled in. `SCHEMA` lists each column
-with the stage that writes it and the stages that read it; any stretch of the stream can be written to parquet as it is.
+Every stage takes a `pyarrow.Table` of rows and returns a table with the same rows in the same order and further columns
+(only rollout turns each prompt into `n` rows). `SCHEMA` lists all columns, with the stage that writes each and the
+stages that read it. Tables can be written to parquet as they are.
 """
 
 from typing import NamedTuple
@@ -19,17 +19,17 @@ blocks.register()
 INTS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
 RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
-"""Run lengths: versions in their order, each with the number of tokens that it generated."""
+"""Run lengths: policy versions in the order of the tokens, each with the number of tokens that it generated."""
 
 
 SPANS = pa.list_(pa.struct([("kind", pa.int8()), ("tokens", pa.int32()), ("reward", pa.float32())]))
-"""Stretches of an episode's response in their order: `ANSWER` or `OBSERVATION`, its number of tokens, and the reward of
-an answer; null without one."""
+"""Spans of an episode's response, in order: the kind (`ANSWER`: a turn of the policy, `OBSERVATION`: a reply of tools
+or the environment), the number of tokens, and the reward of a turn (null without a reward)."""
 ANSWER, OBSERVATION = 1, 0
 
 CONTEXTS = pa.list_(pa.struct([("prompt", INTS), ("tokens", pa.int32())]))
-"""The sequences of an episode in their order: the tokens of each one's prompt, and the number of tokens of the row's
-response that follow it. The first one's prompt is `prompt_ids`, and null here."""
+"""Token sequences of an episode, in order: the prompt tokens of each, and the number of tokens of the row's response
+that follow this prompt. The prompt of the first sequence is in `prompt_ids`, and null here."""
 
 _TYPES = {
     "ints": INTS,
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 def _columns(table: str) -> pa.Schema:
-    """Read the columns of a table whose lines are `name | type | writer | readers | what`."""
+    """Convert text with lines `name | type | writer | readers | what` to a schema."""
     fields = []
     for line in table.strip().splitlines():
         name, kind, writer, readers, what = line.split(" | ")
@@ -92,8 +92,8 @@ turns | int32 | rollout | metrics | answers of the policy
 ended | string | rollout | metrics | why it ended: `done`, `stop`, `turns`, `length`, `timeout`, `malformed`, `error`
 episode | string | rollout | metrics | numbers of the episode as JSON: calls by tool, malformed calls, seconds
 """)
-"""Columns of episodes (`agent.*`). The response is then everything after the prompt, observations included, and the
-column `response` is only the text of the last answer."""
+"""Columns of episodes (`agent.*`). The response tokens of an episode are all tokens after the first prompt, with
+observations; the column `response` is only the text of the last turn."""
 
 REWARD_MODEL = _columns("""
 rm_score | float32 | reward_model | reward | the reward model's number, null if it failed
@@ -148,7 +148,7 @@ SCHEMA = pa.schema(
 
 
 def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
-    """Return `table` with `columns` added; each value is an Arrow array or a list of one entry per row.
+    """Return `table` with `columns` added. `values` holds an Arrow array or a list, with one entry per row, by name.
 
     Raises:
         ValueError: a column is missing from `values`, or has another length than the table.
@@ -166,12 +166,12 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
 
 
 def without_rows(table: pa.Table, columns: pa.Schema) -> pa.Table:
-    """Return no rows, with the columns of `table` and `columns`, for a stage that has nothing to do."""
+    """Return an empty table with the columns of `table` and `columns`, for a stage that returns no rows."""
     return append(table.slice(0, 0), columns, {name: [] for name in columns.names})
 
 
 def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of its rows.
+    """Return a list column as numpy: (values [N], one row after the other; offsets [R + 1] of the rows in them).
 
     Raises:
         ValueError: a row of the column is null.
@@ -186,10 +186,15 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
-    """[N] the list column `name`, with one entry per response token; `offsets` [R + 1] are the responses' offsets.
+    """Return the values [N] of the list column `name`, which has one entry per response token.
+
+    Args:
+        table: R rows.
+        name: the column.
+        offsets: [R + 1] offsets of the responses, from `flat`.
 
     Raises:
-        ValueError: a row has another number of entries.
+        ValueError: a row does not have one entry per response token.
     """
     values, found = flat(table, name)
     if not np.array_equal(found, offsets):
@@ -203,7 +208,7 @@ def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def prompt_tokens(table: pa.Table) -> int:
-    """Count the prompt tokens, further contexts included."""
+    """Return the number of prompt tokens in the table, with the prompts of further sequences of episodes."""
     tokens = len(flat(table, "prompt_ids")[0])
     if "contexts" in table.column_names:
         prompts = table["contexts"].combine_chunks().flatten().field("prompt")
@@ -212,16 +217,17 @@ def prompt_tokens(table: pa.Table) -> int:
 
 
 def policy_tokens(table: pa.Table) -> np.ndarray:
-    """[R] int64, response tokens of each row that the policy wrote; tokens of tools and environments do not count."""
+    """Return [R] int64: the number of response tokens in each row that the policy generated, without tokens of tools
+    and environments."""
     mask, offsets = flat(table, "response_mask")
     return np.diff(np.concatenate([[0], np.cumsum(mask > 0)])[offsets])
 
 
 def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask of tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
+    """Return the mask of response tokens that are trained on: `response_mask`, but 0 in rows with a `drop_reason`.
 
     Returns:
-        mask [N], one row after the other, and the offsets [R + 1] of the rows in it, as from `flat`.
+        (mask [N], one row after the other; offsets [R + 1] of the rows in it), as from `flat`.
     """
     mask, offsets = flat(table, "response_mask")
     if "drop_reason" not in table.column_names:
@@ -231,7 +237,7 @@ def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ragged(values: np.ndarray, offsets: np.ndarray, type: pa.DataType) -> pa.Array:
-    """Build the list column of type `type` with these values and offsets; the inverse of `flat`."""
+    """Build a list column of the type `type` from values [N] and offsets [R + 1]; the inverse of `flat`."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, type.value_type))
 
 
@@ -239,9 +245,9 @@ def version_runs(versions: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) 
     """Build the column `version_runs` of R rows.
 
     Args:
-        versions: [K] the version of each run, row after row.
-        tokens: [K] number of tokens of each run.
-        offsets: [R + 1] first run of each row, and K at the end.
+        versions: [K] policy version of each run of tokens, row after row.
+        tokens: [K] number of tokens in each run.
+        offsets: [R + 1] index of the first run of each row, and K at the end.
     """
     kind = RUNS.value_type
     arrays = [pa.array(versions, kind.field("version").type), pa.array(tokens, kind.field("tokens").type)]
@@ -251,28 +257,29 @@ def version_runs(versions: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) 
 
 
 def token_versions(table: pa.Table) -> np.ndarray:
-    """[N] int64, the policy version that generated each response token, row after row."""
+    """Return [N] int64: the policy version that generated each response token, row after row."""
     runs = table["version_runs"].combine_chunks().flatten()
     return np.repeat(runs.field("version").to_numpy(), runs.field("tokens").to_numpy())
 
 
 class Spans(NamedTuple):
-    """Answers and observations of R episodes: K spans, row after row."""
+    """The K spans of R episodes, row after row: turns of the policy, and observations (replies of tools or
+    environment)."""
 
     answer: np.ndarray
-    """[K] bool, true for answers and false for observations."""
+    """[K] bool, True for turns of the policy, False for observations."""
     row: np.ndarray
     """[K] int64, number of the span's row in the table."""
     turn: np.ndarray
-    """[K] int64, number of the answer in its row, from 0; -1 for observations."""
+    """[K] int64, number of the turn in its row, from 0; -1 for observations."""
     tokens: np.ndarray
-    """[K + 1] int64, first token of each span, and the number of tokens at the end."""
+    """[K + 1] int64, offset of the first token of each span, and the total number of tokens at the end."""
     reward: np.ndarray
-    """[K] float64, reward of the answer, NaN without one."""
+    """[K] float64, reward of the turn, NaN without a reward."""
 
 
 def spans_of(table: pa.Table, offsets: np.ndarray) -> Spans:
-    """Read the column `spans`; `offsets` [R + 1] are the offsets of the responses.
+    """Read the column `spans`. `offsets` [R + 1] are the offsets of the responses, from `flat`.
 
     Raises:
         ValueError: the spans of a row are null, or have more or fewer tokens than its response.

@@ -1,11 +1,11 @@
-"""Sampling settings of responses: the run's, and the ones that a prompt's row sets instead.
+"""Sampling settings of responses: defaults of the run, and values that single rows set instead.
 
-A row of a prompt file sets them in its `extra_info`, each key on its own:
+A row of a prompt file may set any of these keys in its `extra_info`:
 
     {"sampling_params": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_tokens": 8, "max_tokens": 64,
                          "stop": ["</answer>"]}}
 
-They are checked when the row is read (`RowLimits`), so that a mistake is found before engines wait for it.
+The values are checked when the row is read (`RowLimits`), before it reaches an engine.
 """
 
 import json
@@ -22,14 +22,15 @@ from pipeline.reward.truths import TruthCheck, truth_check
 
 KEY = "sampling_params"
 MOST_STOPS, LONGEST_STOP = 16, 256
-"""Texts that may end a response, and their characters: the engine searches each new token for all of them."""
+"""Maximum number of texts that may end a response, and of characters in each: engines search for all of them after each
+token."""
 WARMEST, COLDEST = 2.0, 0.01
-"""Temperatures that vLLM takes, besides 0."""
+"""Largest and smallest temperature that vLLM accepts, apart from 0."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of one response, named as in `rollout.*`; `max_tokens` is the longest response."""
+    """Sampling settings of one response, with names as in `rollout.*`. `max_tokens` is the maximum length in tokens."""
 
     temperature: float
     top_p: float
@@ -40,17 +41,17 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, max_response_length: int, split: str) -> "Sampling":
-        """Return the settings for rows of a split (`train` or `val`) that set none of their own."""
+        """Return the default settings of the run for rows of a split (`train` or `val`)."""
         chosen = rollout if split == "train" else rollout.val_kwargs
         limits = rollout.min_tokens, max_response_length, tuple(rollout.stop)
         return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits)
 
     def greedy(self) -> "Sampling":
-        """Return these settings with the likeliest token each time."""
+        """Return these settings with greedy sampling: the likeliest token each time."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def of_row(self, extra_info: str) -> "Sampling":
-        """Return these settings, overridden by a row's `extra_info`, JSON that `RowLimits` has passed."""
+        """Return these settings with the values that a row sets in `extra_info` (JSON, checked by `RowLimits`)."""
         # Most rows set nothing, and their JSON can be long.
         if f'"{KEY}"' not in extra_info:
             return self
@@ -66,17 +67,17 @@ NUMBERS: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]]
     "min_tokens": (int, lambda n: n >= 0, "a whole number of at least 0"),
     "max_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
 }
-"""Type, check and description of the values of each key."""
+"""(Type, check, description) of the allowed values, by key."""
 
 
 def asked(extra_info: Any) -> dict[str, Any]:
-    """Return the settings of a row, by the names of `Sampling`.
+    """Return the sampling settings that a row sets, by the names of fields in `Sampling`.
 
     Args:
-        extra_info: as read from a file or from JSON; nulls in it set nothing.
+        extra_info: `extra_info` of the row, as read from a file or from JSON. A key that is null is not set.
 
     Raises:
-        ValueError: a sentence that names the key, its value, and what it may be.
+        ValueError: a key or a value is not allowed; the text names both.
     """
     values = extra_info.get(KEY) if isinstance(extra_info, Mapping) else None
     if values is None:
@@ -94,24 +95,25 @@ def asked(extra_info: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits of the settings that rows of a split may have: sampling, agents and ground truths."""
+    """Limits on what rows of a split may request: sampling settings, agents and ground truths."""
 
     own: Sampling
-    """Settings of a row that sets none."""
+    """Sampling settings of a row that sets none."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Keys that no row may set, each with the reason."""
+    """Sampling settings that rows must not set, each with the reason."""
     agents: Collection[str | None] = (None,)
-    """Names that a row may choose its agent by."""
+    """Allowed values of `agent_name`."""
     asked: Collection[str | None] = ()
-    """Agents whose episodes begin with only the row's prompt, so that it must end with a question."""
+    """Values of `agent_name` for which the prompt must not end with an assistant message."""
     truths: TruthCheck = field(default_factory=TruthCheck)
-    """The check of ground truths that the reward will read."""
+    """Check of the ground truth of rows."""
 
     def check_asks(self, name: str | None) -> None:
-        """Refuse a prompt whose last message is the assistant's, if an agent would have to continue it.
+        """Refuse a prompt that ends with an assistant message if the agent `name` cannot continue it. Call this only
+        for such prompts.
 
         Raises:
-            ValueError: a sentence.
+            ValueError: the agent is in `asked`.
         """
         if name in self.asked:
             raise ValueError(
@@ -120,10 +122,10 @@ class RowLimits:
             )
 
     def check_agent(self, name: str | None) -> None:
-        """Refuse an agent that the config does not declare.
+        """Check that the config declares the agent `name`.
 
         Raises:
-            ValueError: a sentence that names it and the agents of the config.
+            ValueError: it does not; the text names the agents of the config.
         """
         if name not in self.agents:
             known = ", ".join(agent for agent in self.agents if agent)
@@ -133,10 +135,10 @@ class RowLimits:
             )
 
     def check(self, extra_info: Any) -> None:
-        """Refuse settings that cannot be sampled with.
+        """Check the sampling settings that a row sets in `extra_info`.
 
         Raises:
-            ValueError: a sentence that names the key, its value, and what it may be.
+            ValueError: a key or a value is not allowed; the text names both.
         """
         found = asked(extra_info)
         for key in found:
@@ -159,14 +161,14 @@ class RowLimits:
 
 
 def check_agents(named: Collection[str], chosen: Collection[str | None]) -> None:
-    """Refuse agents that no row chooses.
+    """Check that each named agent is chosen by at least one row.
 
     Args:
         named: the names in `agent.named`.
         chosen: the names in the column `agent_name` of the rows.
 
     Raises:
-        ValueError: a sentence that names the agent and the agents that rows choose.
+        ValueError: no row chooses one of them; the text names the agents that rows choose.
     """
     known = sorted(name for name in chosen if name)
     for name in named:
@@ -178,9 +180,9 @@ def check_agents(named: Collection[str], chosen: Collection[str | None]) -> None
 
 
 def row_limits(config: Config) -> dict[str, RowLimits]:
-    """Return the limits of each split (`train` and `val`).
+    """Return the limits on what rows may request, by split (`train` and `val`).
 
-    Training rows may not have settings that the trainer would take for another policy than its own.
+    Training rows must not change the sampling distribution in ways that the trainer's log-probs do not follow.
     """
     refused = {"temperature": "the trainer computes the log-probs of all rows at rollout.temperature"}
     compares = ""
@@ -224,7 +226,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def stop_problem(texts: Any) -> str:
-    """Return what is wrong with a list of texts that end a response; empty if nothing is."""
+    """Return the problem with `texts`, a list of texts that end a response, as text; "" if they can be used."""
     if not isinstance(texts, (list, tuple)):
         return f"is {texts!r:.80}"
     if len(texts) > MOST_STOPS:

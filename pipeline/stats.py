@@ -1,9 +1,9 @@
 """Metrics that can be merged across ranks: `Stat`, and the functions that make, merge and reduce them.
 
-A metric is kept as a `Stat`, the few numbers that determine it (sum and count for a mean, and so on), until all ranks
-are together: `reduce` then gives exactly the value that one process would have computed from all rows, however
-unevenly the rows were spread. A metric without observations (the mean of no rows, the correlation of constants) is left
-out; no metric is ever NaN.
+A metric is kept as a `Stat`, the few numbers from which it follows (sum and count for a mean, and so on), until all
+ranks are merged. `reduce` then gives exactly the value that one process would have computed from all rows, however the
+rows were distributed. A metric without observations (the mean of no rows, the correlation of constants) is left out, so
+no metric is NaN.
 """
 
 import math
@@ -14,10 +14,11 @@ import numpy as np
 
 
 class Stat(NamedTuple):
-    """A metric that can still be merged with its like from other ranks.
+    """A metric in a form that can be merged with the same metric of other ranks.
 
-    kind and values: `mean` (sum, count), `sum` (sum,), `min` (min,), `max` (max,), `std` (n, mean, sum of squared
-    deviations), `corr` (n, mean x, mean y, squared deviations of x, of y, their products).
+    The kinds and their values: `mean` (sum, count), `sum` (sum,), `min` (min,), `max` (max,), `std` (n, mean, sum of
+    squared deviations), `corr` (n, mean of x, mean of y, sum of squared deviations of x, of y, sum of products of
+    deviations).
     """
 
     kind: str
@@ -33,7 +34,7 @@ def mean(total: float, count: float) -> Stat:
 
 
 def summary(x: np.ndarray, prefix: str, kinds: Iterable[str] = ("mean", "max", "min")) -> Stats:
-    """Return `prefix/mean`, `prefix/max`, ... of the numbers x; nothing without numbers."""
+    """Return the metrics `prefix/KIND` of the numbers `x` [N], for each of `kinds`; empty if N is 0."""
     if not len(x):
         return {}
     x = np.asarray(x, dtype=np.float64)
@@ -70,8 +71,8 @@ def _join(kind: str, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float,
         return (min(a[0], b[0]),)
     if kind == "max":
         return (max(a[0], b[0]),)
-    # Moments about the mean (Chan, Golub and LeVeque 1979): plain sums of squares would cancel if the spread is small
-    # against the mean, as it is for probabilities near 1.
+    # Moments about the mean (Chan, Golub and LeVeque 1979): plain sums of squares would cancel if the deviation is
+    # small compared with the mean, as it is for probabilities near 1.
     n = a[0] + b[0]
     if n == 0:
         return a
@@ -97,7 +98,7 @@ def _value(stat: Stat) -> float | None:
     if stat.kind == "std":
         return math.sqrt(max(v[2], 0.0) / v[0]) if v[0] else None
     if stat.kind == "corr":
-        # A spread within rounding of the mean comes from a constant, which correlates with nothing.
+        # A deviation within rounding of the mean comes from a constant, which has no correlation.
         if any(squares <= v[0] * (1e-12 * centre) ** 2 for centre, squares in ((v[1], v[3]), (v[2], v[4]))):
             return None
         return max(-1.0, min(1.0, v[5] / (math.sqrt(v[3]) * math.sqrt(v[4]))))
@@ -105,6 +106,6 @@ def _value(stat: Stat) -> float | None:
 
 
 def reduce(parts: Iterable[Stats]) -> dict[str, float]:
-    """Return the finished numbers of `merge(parts)`; a metric without observations is left out."""
+    """Merge `parts`, and return the value of each metric by name. Metrics without observations are left out."""
     values = {name: _value(stat) for name, stat in merge(parts).items()}
     return {name: value for name, value in values.items() if value is not None}

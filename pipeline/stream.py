@@ -1,4 +1,4 @@
-"""The stream: every stage a row passes, in order.
+"""The stream: all stages of the pipeline that a row passes, in order.
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► [validation] ─►
                            ▲                                   (ends here)
@@ -149,9 +149,17 @@ def build(
 
 
 def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config) -> Dataset:
-    """Make chunks of `chunk_rows` rows: one actor of class `stage` reads page numbers, one page after the other.
+    """Return the first stage of the stream: a single actor makes the rows of one page after the other, which are cut
+    into chunks.
 
-    Its input has one block per page, whose column `id` holds the number of the page, from 0.
+    The input of the actor has one block per page; the column `id` holds the number of the page, from 0.
+
+    Args:
+        pages: number of pages.
+        chunk_rows: number of rows in a chunk.
+        stage: class of the actor.
+        args: arguments of the constructor of `stage`.
+        config: settings of the run.
     """
     numbers = ray.data.from_blocks([pa.table({"id": [page]}) for page in range(pages)])
     made = numbers.map_batches(
@@ -166,7 +174,7 @@ def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config
 
 
 def set_context() -> None:
-    """Configure Ray Data for a stream whose blocks are chunks and which only the policy store paces."""
+    """Configure Ray Data for the stream: a block is a chunk, and only the policy store limits the pace."""
     context = DataContext.get_current()
     context.target_max_block_size = None
     context.enable_progress_bars = False
@@ -186,9 +194,10 @@ def rewarded(stream: Dataset, config: Config, concurrent: int, store: StoreClien
 
     Args:
         stream: whole chunks, as the rollout stage returns them.
-        config: the run's configuration.
-        concurrent: chunks that the one reward actor scores at the same time, if `reward.rate_limit` is set.
-        store: the run's policy store; None in an evaluation.
+        config: settings of the run.
+        concurrent: number of chunks that the single reward actor scores at the same time, if `reward.rate_limit` is
+            set.
+        store: client of the policy store; None in an evaluation.
     """
     if uses_reward_model(config):
         model = config.actor.fsdp, config.reward.model.path, config.data.longest_row
@@ -210,8 +219,8 @@ def several(chunks: int, size: int = 1, between: tuple[int, int] | None = None) 
 
     Args:
         chunks: number of chunks that an actor works on at the same time.
-        size: number of actors; of an elastic pool, at the start.
-        between: smallest and largest size of an elastic pool.
+        size: number of actors; in an elastic pool, the number at the start.
+        between: (minimum, maximum) number of actors of an elastic pool; None for a fixed number.
     """
     # The first limit would only lengthen the actor's queue; the second lets an actor work on all of them at once.
     tasks: dict[str, Any] = {"max_tasks_in_flight_per_actor": chunks, "max_concurrent_calls_per_actor": chunks}
@@ -220,9 +229,13 @@ def several(chunks: int, size: int = 1, between: tuple[int, int] | None = None) 
 
 
 def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return arguments of `map_batches` for the rollout stage: `size` engines with `chunks` chunks in flight in each.
+    """Return arguments of `map_batches` for the rollout stage.
 
-    `between` gives the smallest and the largest number of engines of an elastic pool.
+    Args:
+        config: settings of the run.
+        size: number of engines; in an elastic pool, the number at the start.
+        chunks: number of chunks that an engine works on at the same time.
+        between: (minimum, maximum) number of engines of an elastic pool; None for a fixed number.
     """
     rollout = config.rollout
     resources: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
@@ -233,9 +246,16 @@ def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | N
 
 
 def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) -> Dataset:
-    """Return `stream` with a scoring stage, whose constructor gets the sections `model`, `scoring.<name>` and `args`.
+    """Return `stream` with a scoring stage added.
 
     A replica scores one chunk after the other. Its number of compute threads is set here; Ray would set it to 1.
+
+    Args:
+        stream: whole chunks.
+        stage: class of the replicas; the constructor gets the sections `model` and `scoring.<name>`, and then `args`.
+        config: settings of the run.
+        name: name of the pool in `scoring`.
+        args: further arguments of the constructor.
     """
     scorer: ScorerConfig = getattr(config.scoring, name)
     threads = compute_threads(scorer.num_threads, scorer.num_cpus)
@@ -253,11 +273,13 @@ def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) 
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Lets glibc ask for huge pages: vLLM takes fresh memory for new weights, and to touch it takes longer than to copy."""
+"""Environment variable that makes glibc use huge pages: vLLM allocates new memory for new weights, and the first access
+to this memory would take longer than the copy."""
 
 
 def engine_env(config: Config) -> dict[str, str]:
-    """Return environment variables of an engine's process. Ray would set its number of compute threads to 1."""
+    """Return the environment variables of an engine's process, such as its number of compute threads (Ray would set
+    1)."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", **HUGE_PAGES}
     if config.rollout.tensor_parallel_size > 1:

@@ -1,10 +1,11 @@
-"""`jobs.train` as a RayJob: `python -m jobs.kuberay.train experiment=countdown_cpu ...`.
+"""Run `jobs.train` as a RayJob: `python -m jobs.kuberay.train experiment=countdown_cpu ...`.
 
-KubeRay retries every failed job on a new cluster (`backoffLimit`), after any exit code. It does not retry a job that
-was stopped. So after exit code 2 (bad settings or input, which a new cluster would refuse again) the job lets Ray stop
-it: `kubectl get rayjob` shows STOPPED, and the reason is in the job's log.
+KubeRay retries every failed job on a new cluster (`backoffLimit`), after any exit code, but not a job that was stopped.
+So after exit code 2 (bad settings or input, which a new cluster would refuse again) this job stops itself through Ray:
+`kubectl get rayjob` shows STOPPED, and the reason is in the job's log.
 
-It is one command without shell operators, because KubeRay's `K8sJobMode` would run a second command outside of Ray.
+This is one command, not a shell script with two, because KubeRay's `K8sJobMode` would run a second command outside of
+Ray.
 """
 
 import json
@@ -17,11 +18,11 @@ from jobs import train
 REFUSED = 2
 """Exit code of `jobs.train` for settings or input that cannot be used."""
 STOP_S = 60.0
-"""Time in seconds that Ray may take to end this process after its job was stopped."""
+"""Time limit, in seconds, for Ray to end this process after the job was stopped."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train with `arguments`, and stop this process's Ray job if they are refused; returns the exit code."""
+    """Train with `arguments`, and stop the Ray job of this process if they are refused. Returns the exit code."""
     try:
         code = train.main(sys.argv[1:] if arguments is None else arguments)
     except SystemExit as wrong_option:

@@ -1,7 +1,7 @@
 """Prepare prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
 
-A data set has `help`, `add_arguments(parser)` and `prepare(args)`: a `HubData`, or a module. A new one is a line in
-`DATASETS`.
+A data set is a module or a `HubData` with `help`, `add_arguments(parser)` and `prepare(args)`. `DATASETS` lists all
+data sets.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DATASETS: dict[str, Any] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a bad option with a sentence instead of the whole usage."""
+    """Argument parser that prints only a sentence for a bad option, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
+    """Run the command. Returns the exit code: 0 done, 2 bad option or input, 1 not writable, 130 interrupted."""
     parser = Parser(prog=" ".join(called("prepare")), description="Prepare a data set of prompts as parquet.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, data in DATASETS.items():

@@ -1,4 +1,5 @@
-"""Files of made-up multi-turn tasks: prompts in verl's format, and conversations for a warm start."""
+"""Write the files of a synthetic multi-turn task: prompts in verl's format, and conversations for supervised training
+before reinforcement learning (warm start)."""
 
 import argparse
 import json
@@ -14,17 +15,24 @@ FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 CALL = pa.struct([("type", pa.string()), ("function", FUNCTION)])
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(CALL))]))
 SFT = pa.schema([("messages", MESSAGES), ("tools", pa.string())])
-"""Schema of conversations. Arguments of calls, and the schemas of the tools, are JSON text."""
+"""Schema of the files with conversations. Arguments of tool calls, and schemas of tools, are JSON text."""
 SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
 
 Option = tuple[str, Any, Any, str]
 Question = tuple[str, str]
-"""Text of the prompt, and the ground truth."""
+"""(Text of the prompt, ground truth)."""
 Messages = list[dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, train: int, sft: int, *options: Option) -> None:
-    """Add `--out`, `--train`, `--sft` and `--seed`, and further options as (name, type, default, help)."""
+    """Add `--out`, `--train`, `--sft` and `--seed`, and further `options`.
+
+    Args:
+        parser: the parser.
+        train: default of `--train`, the number of training prompts.
+        sft: default of `--sft`, the number of conversations.
+        options: further options, each as (name, type, default, help).
+    """
     text = "folder for train.parquet, test.parquet, sft_train.parquet and sft_test.parquet (replaced)"
     parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help=text)
     common = (
@@ -37,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, train: int, sft: int, *option
 
 
 def check(args: argparse.Namespace, **lowest: int) -> None:
-    """Raise ValueError for an option that is below its `lowest` value, or for a share outside 0 to 1."""
+    """Raise ValueError if an option is below its minimum in `lowest`, or a float option is not between 0 and 1."""
     for name, least in {"train": 1, "sft": 20, "seed": 0, **lowest}.items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}, but must be at least {least}")
@@ -53,14 +61,14 @@ def write(
     conversations: Iterator[Messages],
     tools: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Write the files; after an error older ones are untouched.
+    """Write the files of a task. After an error, older files are unchanged.
 
     Args:
-        args: as from `add_arguments`.
-        data_source: name of the task in the rows.
-        questions: questions of each split.
-        conversations: an endless iterator.
-        tools: schemas of the tools that the conversations call.
+        args: options of `add_arguments`.
+        data_source: `data_source` of the rows.
+        questions: questions by split.
+        conversations: endless iterator of conversations.
+        tools: schemas of the tools that the conversations call; None without tools.
     """
     sizes = {}
     with parquet.together(args.out) as folder:
@@ -87,21 +95,21 @@ def _row(data_source: str, split: str, index: int, question: Question) -> dict[s
 
 
 def user(text: str) -> dict[str, Any]:
-    """Make a message of the user."""
+    """Return a user message."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str) -> dict[str, Any]:
-    """Make an answer without a call."""
+    """Return an assistant message without a tool call."""
     return {"role": "assistant", "content": text}
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    """Make an answer that is one tool call."""
+    """Return an assistant message with one tool call and no text."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def result(text: str) -> dict[str, Any]:
-    """Make the result of a tool."""
+    """Return a message with the result of a tool."""
     return {"role": "tool", "content": text}

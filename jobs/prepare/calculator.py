@@ -1,7 +1,8 @@
-"""Products that a small model cannot work out, for a calculator tool (`examples/agents/calculator.py`).
+"""Calculator prompts: products that a small model cannot compute without a tool (`examples/agents/calculator.py`).
 
-Every product occurs once: test, train and warm start share none. In a share of the warm start's conversations the model
-calls the tool; in the others it answers at once, with the product rounded to two digits.
+Every product occurs once, so test prompts, training prompts and conversations of the warm start have none in common. In
+a fraction (`--calls`) of the conversations the model calls the tool; in the others it responds at once, with the
+product rounded to two digits.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the files; after an error older files are untouched."""
+    """Write the files. After an error, older files are unchanged."""
     agent_task.check(args, test=1)
     needed = args.test + args.train + args.sft + args.sft // 20
     products = len(FIRST) * len(SECOND)

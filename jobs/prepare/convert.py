@@ -1,11 +1,10 @@
-"""Rows in verl's form, in JSON or as Hugging Face `datasets` saves them, to parquet.
+"""Convert rows in verl's format, from JSON or from folders saved by Hugging Face `datasets`, to parquet.
 
-1. A file of JSON becomes one parquet file of the same name. A folder that `datasets` saved is read by its own index:
-   each of its splits becomes one file.
-2. Rows keep their keys, nulls, whole numbers and order. A column has an Arrow type of its own if all its values come
-   back from it; all other columns are JSON (`arrow.json`), which the readers of prompts know.
-3. The types of the columns come from all rows of the file, so the file is read twice, with one row group in memory at a
-   time.
+1. A JSON file becomes one parquet file of the same name. In a folder saved by `datasets`, the folder's index is read,
+   and each split becomes one file.
+2. Rows keep their keys, nulls, whole numbers and order. A column gets an Arrow type if this type holds all of its
+   values without loss; other columns become JSON (`arrow.json`), which Slipstream's readers of prompts support.
+3. The type of a column depends on all rows of the file, so the file is read twice, with one row group in memory.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write one parquet file for each input file or split; after an error older output files are untouched."""
+    """Write one parquet file for each input file or split. After an error, older files are unchanged."""
     report = []
     with parquet.together(args.out) as folder:
         for name, files in _inputs(args.input):
@@ -46,7 +45,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _inputs(paths: list[Path]) -> Iterator[tuple[str, list[Path]]]:
-    """Yield the name of each output, and the files whose rows it holds in their order."""
+    """Yield (name of an output file, input files with its rows in order)."""
     for path in paths:
         if path.is_dir():
             found = list(_folder(path))
@@ -77,7 +76,7 @@ def _stem(file: Path) -> str:
 
 
 def _convert(file: Path, target: Path) -> int:
-    """Write the rows of a file of JSON to `target`; returns their number."""
+    """Write the rows of a JSON file to the parquet file `target`. Returns the number of rows."""
     types: dict[str, pa.DataType] = {}
     for _, row in _objects(file):
         for name, value in row.items():
@@ -93,7 +92,8 @@ def _convert(file: Path, target: Path) -> int:
 
 
 def _copy(files: list[Path], target: Path) -> int:
-    """Copy Arrow streams, one after the other, batch by batch; returns the number of rows."""
+    """Write the rows of Arrow stream files, one after the other, to the parquet file `target`. Returns the number of
+    rows."""
     count, writer = 0, None
     try:
         for file in files:
@@ -112,7 +112,7 @@ def _copy(files: list[Path], target: Path) -> int:
 
 
 def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a file of JSON; a list of objects counts as its objects."""
+    """Yield (position as text, row) for the rows of a JSON file; each object of a list is a row."""
     for where, value in placed_rows(file):
         for number, row in enumerate(value if isinstance(value, list) else [value]):
             if not isinstance(row, dict):

@@ -1,12 +1,12 @@
 """Countdown prompts: reach a target number from three or four given numbers.
 
-The puzzles come from one stream without duplicates (`puzzles.py`): first the puzzles of `test.parquet`, then of
-`train.parquet`, then of the SFT files. So no puzzle occurs twice, `test.parquet` does not depend on `--train`, and
-neither depends on `--sft`.
+The puzzles come from one stream without duplicates (`puzzles.py`): first for `test.parquet`, then for `train.parquet`,
+then for the SFT files. So no puzzle occurs twice, `test.parquet` does not depend on `--train`, and both do not depend
+on `--sft`.
 
-Templates (the wording of the task is TinyZero's):
-- `base` is TinyZero's conversation text for base models, which ends inside an opened `<think>`. It is the content of a
-  single user message, so the model needs a chat template that prints contents and nothing else.
+Templates (the text of the task is the same as in TinyZero):
+- `base` is TinyZero's conversation text for base models, which ends with an open `<think>`. It is the content of a
+  single user message, so the model needs a chat template that writes only contents.
 - `chat` is the task as a plain user message, for instruction-tuned models; the model opens `<think>` itself.
 - `short` is `Numbers: 3 7 25. Target: 46.`, for tiny policies that learn the form of the answer from the SFT files.
 """
@@ -80,7 +80,7 @@ _integers.__name__, _shares.__name__ = "list of whole numbers", "list of numbers
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the files; after an error older files are untouched."""
+    """Write the files. After an error, older files are unchanged."""
     ranges = Ranges(args.min_number, args.max_number, args.min_target, args.max_target)
     mix = args.mix or (1.0,) * len(args.numbers)
     sft_test = max(1, args.sft // 20) if args.sft_test is None else args.sft_test
@@ -125,14 +125,14 @@ def _check(args: argparse.Namespace, mix: tuple[float, ...], sft_test: int) -> N
 
 
 def prompt(puzzle: Puzzle, template: str) -> list[dict[str, str]]:
-    """Make the chat messages that pose the puzzle."""
+    """Return the prompt for a puzzle as chat messages. `template` is a key of `TEMPLATES`."""
     numbers = list(puzzle.numbers)
     text = TEMPLATES[template].format(numbers=numbers, spaced=" ".join(map(str, numbers)), target=puzzle.target)
     return [{"role": "user", "content": text}]
 
 
 def rows(some: Iterable[Puzzle], split: str, template: str) -> Iterator[dict[str, Any]]:
-    """Yield rows in verl's format."""
+    """Yield prompt rows in verl's format, one per puzzle."""
     for index, puzzle in enumerate(some):
         truth = {"target": puzzle.target, "numbers": list(puzzle.numbers)}
         yield {
@@ -145,7 +145,10 @@ def rows(some: Iterable[Puzzle], split: str, template: str) -> Iterator[dict[str
 
 
 def messages(puzzle: Puzzle, template: str, solution: str) -> list[dict[str, str]]:
-    """Make a conversation of the puzzle and its worked solution."""
+    """Return a conversation with the prompt for the puzzle and its solution.
+
+    `solution` is `steps` (`<think>` with the steps, and the answer) or `answer`.
+    """
     content = f"<answer> {puzzle.solution} </answer>"
     if solution == "steps":
         content = f"<think> {puzzle.steps} </think>\n{content}"

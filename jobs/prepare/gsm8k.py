@@ -19,7 +19,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [("question", pa
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows in verl's format; errors name the place of a row."""
+    """Yield prompt rows in verl's format. Errors name file and line of the input row."""
     for index, (where, problem) in enumerate(problems):
         question, answer = problem["question"], problem["answer"]
         number = strict_answer(answer)

@@ -3,8 +3,8 @@
 Templates:
 - `letters` is the beginning of the story as in verl's files, the endings with letters, and the question which one fits.
   The rule of `Rowan/hellaswag` scores the letter.
-- `verl` is only the beginning, as in verl's files, for models that are judged by the likelihood of each ending. It has
-  no letter to choose, so the rule finds no answer; `reward_model.choices` holds the endings.
+- `verl` is only the beginning, as in verl's files, for evaluation by the likelihood of each ending. There are no
+  letters to choose from, so the rule finds no answer; `reward_model.choices` holds the endings.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SCHEMA = parquet.prompt_schema(TRUTH, [])
 
 
 def rows(stories: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows in verl's format; errors name the place of a row."""
+    """Yield prompt rows in verl's format. Errors name file and line of the input row."""
     letters = args.template == "letters"
     for index, (where, story) in enumerate(stories):
         endings = story.get("endings")
@@ -51,7 +51,7 @@ def rows(stories: Placed, split: str, args: argparse.Namespace) -> Iterator[dict
 
 
 def tidy(story: str) -> str:
-    """Remove the marks in square brackets that WikiHow's part of the data set has."""
+    """Remove marks in square brackets, such as `[title]`, which rows from WikiHow have."""
     plain = re.sub(r"\[[^\]\n]{0,200}\]", "", story.strip().replace(" [title]", ". "))
     return plain.replace("  ", " ")
 

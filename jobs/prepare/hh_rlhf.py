@@ -2,14 +2,15 @@
 
 A row has two dialogues, `chosen` and `rejected`, as text with `Human:` and `Assistant:`. The files of each split are
 
-- `train.parquet`: the prompt, which is the common beginning of both up to a human's words, in verl's format. Its data
-  source has no rule: a reward model or a function of your own scores it. The ground truth is the chosen response.
+- `train.parquet`: prompts in verl's format. A prompt is the common beginning of both dialogues, up to a human's turn.
+  There is not a built-in rule for them: a reward model or a function of your own must score the responses. The ground
+  truth is the chosen response.
 - `sft_train.parquet`: the chosen dialogue as `messages`.
 - `rm_train.parquet`: `prompt`, and the messages after it in `chosen` and in `rejected`.
 
 Templates of the prompt: `chat` has a message for each turn; `verl` has the text of the dialogue so far in one message,
-as verl's files have. Rows that prefer nothing are left out and counted: they lack a response on one side or a common
-beginning, or have two equal sides.
+as in verl's files. Rows without a preference are left out and counted: the dialogues are equal, have no common
+beginning, or one has no response.
 """
 
 import argparse
@@ -32,7 +33,7 @@ _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 class Pair(NamedTuple):
-    """A prompt, which ends with the human's words, and two continuations."""
+    """A prompt, which ends with a user message, and the messages of two continuations."""
 
     prompt: list[Message]
     chosen: list[Message]
@@ -40,7 +41,7 @@ class Pair(NamedTuple):
 
 
 def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Yield prompts in verl's format."""
+    """Yield prompt rows in verl's format; None for a row without a preference."""
     count = itertools.count()
     for pair in pairs(dialogues):
         if pair is None:
@@ -57,23 +58,26 @@ def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator
 
 
 def conversations(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Return the chosen dialogues for SFT."""
+    """Return an iterator over rows for SFT with the chosen dialogues; None for a row without a preference."""
     return (pair and {"messages": [*pair.prompt, *pair.chosen]} for pair in pairs(dialogues))
 
 
 def preferences(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Return pairs for reward models."""
+    """Return an iterator over rows for reward models; None for a row without a preference."""
     return (pair and pair._asdict() for pair in pairs(dialogues))
 
 
 def pairs(dialogues: Placed) -> Iterator[Pair | None]:
-    """Yield a pair for each row, None for a row whose two dialogues prefer nothing; errors name the place of a row."""
+    """Yield a pair for each row; None for a row without a preference. Errors name file and line of the row."""
     for where, row in dialogues:
         yield pair_of(*(dialogue(row[key], f"{where}: {key!r}") for key in ("chosen", "rejected")))
 
 
 def dialogue(text: str, where: str) -> list[Message]:
-    """Split a dialogue, which the human begins, into messages; successive turns of one speaker are one message."""
+    """Split the text of a dialogue into messages; successive turns of the same speaker become one message.
+
+    `where` begins the text of errors.
+    """
     parts = _TURN.split(text.strip())
     if parts[0] or len(parts) < 3 or parts[1] != "Human":
         raise ValueError(f"{where} must begin with 'Human:' and have turns of 'Human:' and 'Assistant:'")
@@ -87,7 +91,7 @@ def dialogue(text: str, where: str) -> list[Message]:
 
 
 def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
-    """Split two dialogues into prompt and responses; None if they are not two different responses to one prompt."""
+    """Split two dialogues into their common prompt and two continuations; None if these are equal or one is missing."""
     same = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     while same and chosen[same - 1]["role"] != "user":
         same -= 1
@@ -99,7 +103,7 @@ def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
 
 
 def as_text(prompt: list[Message]) -> str:
-    """Write a prompt as the data set writes dialogues, up to the assistant's turn."""
+    """Return a prompt as one text in the form of the data set, which ends with `Assistant:`."""
     names = {role: speaker for speaker, role in ROLES.items()}
     return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in prompt) + "\n\nAssistant:"
 

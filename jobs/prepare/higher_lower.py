@@ -1,8 +1,8 @@
-"""Higher or lower: find a number in a few guesses (`examples/agents/higher_lower.py` is the environment).
+"""Prompts of a guessing game: find a number in a few guesses (`examples/agents/higher_lower.py` is the environment).
 
-The test file has each number once, so the score of greedy answers is the exact share of numbers that are found. In the
-conversations of the warm start each guess is, with a chance of `--consistent`, one that agrees with all replies so far,
-and else any other number that was not tried: legal play that leaves nearly everything to be learnt.
+The test file has each number once, so the score of greedy responses is exactly the fraction of numbers that are found.
+In the conversations of the warm start, each guess is drawn from the numbers not tried so far: with probability
+`--consistent` only from those which agree with all replies, else from all. So these games are valid but weak.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the files; after an error older files are untouched."""
+    """Write the files. After an error, older files are unchanged."""
     agent_task.check(args, numbers=2, guesses=1)
     if args.guesses > args.numbers:
         raise ValueError(f"--guesses is {args.guesses}, but there are only {args.numbers} --numbers")
@@ -46,7 +46,15 @@ def _games(args: argparse.Namespace, draw: random.Random) -> Iterator[Messages]:
 
 
 def game(number: int, numbers: int, guesses: int, consistent: float, draw: random.Random) -> Messages:
-    """Make one game as a conversation."""
+    """Return one random game as a conversation.
+
+    Args:
+        number: the number to find.
+        numbers: largest possible number.
+        guesses: maximum number of guesses.
+        consistent: probability with which a guess agrees with all replies so far.
+        draw: random generator.
+    """
     messages = [user(QUESTION)]
     low, high = 1, numbers
     untried = set(range(1, numbers + 1))

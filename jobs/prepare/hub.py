@@ -1,9 +1,9 @@
-"""Published data sets: files are found by split, read row by row, and written in verl's format.
+"""Convert published data sets: find their files by split, read them row by row, and write rows in verl's format.
 
 1. A file belongs to the split in its name (`train.jsonl`, `hellaswag_val.jsonl`, `test-00000-of-00001.parquet`),
    or else to the split in its folder's name (`test/algebra/1.json`).
-2. JSON lines (packed or not), parquet files and files of one JSON object give the same rows. Every row comes with its
-   place as text (`FILE, line 3`), for errors.
+2. JSON lines (also gzipped), parquet files and files with one JSON object give the same rows. Every row comes with its
+   file and line as text (`FILE, line 3`), for errors.
 """
 
 import argparse
@@ -28,9 +28,9 @@ DOWNLOAD = "hf download {} --repo-type dataset --local-dir DIR"
 
 Row = dict[str, Any]
 Placed = Iterator[tuple[str, Row]]
-"""Rows of input files, each after its place as text."""
+"""Iterator over (file and line as text, row of an input file)."""
 ToRows = Callable[[Placed, str, argparse.Namespace], Iterator[Row | None]]
-"""Function that makes output rows from input rows, the split and the options; None for a row that is left out."""
+"""Function from (input rows, split, options) to output rows; None stands for an input row that is left out."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class HubData:
 
     Args:
         help: description of the data set.
-        origin: arguments of its download: the name on the hub, with options of `hf download`.
-        keys: columns that must be text; they may be blank with `blanks`.
-        outputs: schema and rows of the output files, by the beginning of their names, which end in `SPLIT.parquet`.
-        noun: name of its rows.
-        splits: names of the splits, by the word for each in names of input files and folders.
-        option: name, choices (the first is the default) and help of one more option.
-        many_folders: whether the files of a split may lie in several folders.
+        origin: arguments of `hf download`: the name of the data set on the hub, and options.
+        keys: columns that must hold text; it may be empty only if `blanks` is True.
+        outputs: prefix of an output file `PREFIXSPLIT.parquet` to its schema and the function that makes its rows.
+        noun: word for the rows in messages.
+        splits: (word in the names of input files and folders, name of the split) for each split.
+        option: one more option, as (name, choices with the default first, help); None for no option.
+        many_folders: True if the files of a split may be in several folders.
     """
 
     help: str
@@ -69,7 +69,7 @@ class HubData:
             parser.add_argument(name, choices=choices, default=choices[0], help=f"{meaning} (default: %(default)s)")
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Write the parquet files of each split that the input has; after an error older ones are untouched."""
+        """Write the parquet files of each split in the input. After an error, older files are unchanged."""
         report = []
         with parquet.together(args.out) as folder:
             for split, files in self.find(args.input, args.out).items():
@@ -83,7 +83,7 @@ class HubData:
         print("\n".join(report))
 
     def find(self, inputs: Iterable[Path], out: Path) -> dict[str, list[Path]]:
-        """Find the files of each split, in order. Parquet files in the folder `out` are output of an earlier call.
+        """Return the input files of each split, in order. Parquet files in `out` are skipped, as earlier output.
 
         Raises:
             ValueError: a path does not exist or gives no file, or a split has files of two kinds or in two folders.
@@ -116,10 +116,10 @@ class HubData:
         return next((dict(self.splits)[word] for word in words if word in dict(self.splits)), None)
 
     def read(self, files: Iterable[Path]) -> Placed:
-        """Yield the rows of the files, one file after the other.
+        """Yield (file and line as text, row) for the rows of the files, one file after the other.
 
         Raises:
-            ValueError: a file cannot be read, or a row lacks a key; the sentence names file and line or row.
+            ValueError: a file cannot be read, or a row does not have text in `keys`; the text names file and line.
         """
         for file in files:
             for where, row in placed_rows(file):
@@ -132,7 +132,10 @@ class HubData:
 
 
 def check_text(value: Any, name: str, where: str, blanks: bool = False) -> str:
-    """Return `value`. Raises ValueError if it is not text."""
+    """Return `value`. Raises ValueError if it is not text, or is empty and `blanks` is False.
+
+    The error text begins with `where` and names the value `name`.
+    """
     if not isinstance(value, str) or not (value.strip() or blanks):
         raise ValueError(f"{where}: {name} must be text, not {str(value)[:80]!r}")
     return value
@@ -143,7 +146,7 @@ def _order(file: Path) -> tuple[Path, int, str]:
 
 
 def placed_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file of any format, each after its place as text.
+    """Yield (file and line as text, row) for the rows of a file, in any of the formats.
 
     Raises:
         ValueError: the file cannot be read, or a row is not JSON.
@@ -184,7 +187,7 @@ def _parse(raw: bytes, where: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """Make an object of JSON. Raises ValueError for a repeated key, since one of its values would be lost."""
+    """Return a JSON object as a dict. Raises ValueError for a repeated key, since one of its values would be lost."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,8 +1,9 @@
-"""Chained lookups: from a number, follow a table for some steps (`examples/agents/lookup.py` has table and tool).
+"""Prompts for chained lookups: from a number, follow a table for some steps (`examples/agents/lookup.py` has the table
+and the tool).
 
-Each episode has another table, so only calls can give the answer. The test file has each number with each
-count of steps once. The questions of the warm start have one step, and some of its conversations look up more than
-that: the policy must find out by itself how many calls a question needs.
+Each episode has another table, so only tool calls can give the answer. The test file has each number once with each
+number of steps. Questions in the conversations of the warm start have one step, and some of these conversations make
+more calls than that: the policy must learn how many calls a question needs.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the files; after an error older files are untouched."""
+    """Write the files. After an error, older files are unchanged."""
     agent_task.check(args, steps=1)
     draw = random.Random(f"lookup {args.seed}")
     tests = [_question(key, steps) for steps in range(1, args.steps + 1) for key in KEYS]

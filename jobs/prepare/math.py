@@ -1,7 +1,8 @@
 r"""MATH prompts, from rows with `problem` and `solution`, and mostly `level` and `type` (or `subject`).
 
-The rows are the hub's files, or a JSON file for each problem in folders by split and subject. The prompt is the
-problem, followed by verl's instruction. The ground truth is the content of the solution's last box, as in verl's files.
+The input is the files on the hub, or one JSON file per problem in folders by split and subject. The prompt is the
+problem, followed by verl's instruction. The ground truth is the content of the last `\boxed{...}` in the solution, as
+in verl's files.
 """
 
 import argparse
@@ -21,7 +22,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], EXTRA)
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows in verl's format; errors name the place of a row."""
+    """Yield prompt rows in verl's format. Errors name file and line of the input row."""
     for index, (where, problem) in enumerate(problems):
         answer = last_boxed(problem["solution"])
         if not answer:

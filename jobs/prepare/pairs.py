@@ -1,8 +1,9 @@
-"""Preference pairs from scored answers: of a run, an evaluation, or parquet files like theirs.
+"""Make preference pairs from the scored responses of a run or an evaluation, or from parquet files in this format.
 
-The answers to a prompt are ranked by their score. The best and the worst one are a pair if their scores differ, with
-`--per-prompt` also the second best and second worst, and so on. Answers without text, answers whose reward failed, and
-pairs of equal texts are left out. A prompt that a run visits twice has a group of answers for each visit.
+The responses to a prompt are ranked by their scores. The best and the worst one become a pair if their scores differ;
+with `--per-prompt` also the second best and the second worst, and so on. Responses without text or with an error of the
+reward are left out, and so are pairs with equal texts. If a run visits a prompt twice, each visit has its own group of
+responses.
 
 - `train.parquet`: `prompt`, `chosen` and `rejected` as chat messages, for `python -m jobs.dpo` and `jobs.reward_model`;
   `margin`, the difference of the scores; and `data_source`.
@@ -30,7 +31,7 @@ help = "preference pairs from the scored answers of a run or an evaluation, for 
 SCHEMA = pa.schema([*PAIRS, ("margin", pa.float64()), ("data_source", pa.string())])
 COLUMNS = ("uid", "data_source", "prompt", "response", "score", "reward_error")
 FOLDERS = ("trajectories", "responses")
-"""Folders with the answers of a run and of an evaluation."""
+"""Names of the folders that hold the responses of a run and of an evaluation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the pairs; after an error older output files are untouched.
+    """Write the files with pairs. After an error, older files are unchanged.
 
     Raises:
         ValueError: an option is out of range, an input cannot be read, or no group gives a pair.
@@ -75,7 +76,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _rows(files: list[Path], split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Yield the pairs of one split, and None for each of its groups without one."""
+    """Yield the pairs of one split, and None for each group of responses without a pair."""
     for group in itertools.chain.from_iterable(map(_groups, files)):
         if _held_out(group[0]["prompt"], args.test_share) == (split == "test"):
             pairs = list(_pairs(group, args.per_prompt, args.min_gap))
@@ -99,7 +100,7 @@ def _files(inputs: list[Path]) -> Iterator[Path]:
 
 
 def _groups(file: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the answers of each group; a file holds whole groups."""
+    """Yield the rows of each group of responses in a file, which holds whole groups."""
     try:
         names = pq.read_schema(file).names
         missing = [name for name in COLUMNS if name not in names and name != "reward_error"]

@@ -1,5 +1,4 @@
-"""Parquet in verl's format, written in row groups under temporary names, which are renamed when all files are
-complete."""
+"""Write parquet files in verl's format. Files have temporary names until all of them are complete."""
 
 import os
 import tempfile
@@ -13,17 +12,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROW_GROUP = 4096
-"""Number of rows that are held in memory and written together; the prompt source shuffles within this unit, too."""
+"""Number of rows per row group, which is held in memory. The prompt source of a run shuffles row groups."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SFT = pa.schema([("messages", MESSAGES)])
 MARK = {b"written_by": b"slipstream prepare"}
-"""Metadata of a file that may be replaced."""
+"""Parquet metadata that marks a file as written here, so that it may be replaced."""
 
 Fields = list[tuple[str, pa.DataType]]
 
 
 def prompt_schema(reward_model: Fields, extra_info: Fields) -> pa.Schema:
-    """Make the schema of a prompt file: `reward_model` adds fields after `style`, and `extra_info` after `index`."""
+    """Return the schema of a prompt file.
+
+    Args:
+        reward_model: fields of the column `reward_model` after `style`.
+        extra_info: fields of the column `extra_info` after `split` and `index`.
+    """
     return pa.schema(
         [
             ("data_source", pa.string()),
@@ -37,12 +41,12 @@ def prompt_schema(reward_model: Fields, extra_info: Fields) -> pa.Schema:
 
 @contextmanager
 def together(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder inside `folder`, whose files replace the files in `folder` if nothing fails.
+    """Yield a temporary folder for new files. If the block does not fail, they are moved to `folder` at its end.
 
-    After an error, or Ctrl-C, older files are untouched. Files of other programs are never replaced.
+    After an error, or Ctrl-C, files in `folder` are unchanged. Files of other programs are never replaced.
 
     Raises:
-        ValueError: a file in `folder` has the name of a new one, and `writer` has not made it.
+        ValueError: `folder` has a file with the name of a new one that was not written by `writer`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
@@ -59,7 +63,7 @@ def together(folder: Path) -> Iterator[Path]:
 
 
 def writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Make a writer of a file that a later call may replace."""
+    """Return a parquet writer for the file `path`, marked as one that may be replaced later."""
     return pq.ParquetWriter(path, schema.with_metadata({**(schema.metadata or {}), **MARK}), compression="zstd")
 
 
@@ -71,7 +75,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def write(path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any] | None]) -> tuple[int, int]:
-    """Write the rows that are not None, with one row group in memory; returns the numbers of rows and of Nones."""
+    """Write the rows that are not None. Returns (number of rows written, number of Nones)."""
     kept = dropped = 0
 
     def present() -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Countdown puzzles: a long stream without duplicates, in constant memory.
+"""Generate Countdown puzzles: a long stream without duplicates, in constant memory.
 
 1. The sets of numbers are visited in a seeded random order (a Feistel permutation of their ranks), with one target
-   from each. The next round takes a second target from each, and so on. So no puzzle comes twice, nothing has to be
-   remembered, and the stream ends when the ranges are used up.
-2. NumPy computes all expressions over a batch of sets at once, so targets are drawn evenly from those in reach.
+   for each. The next round takes a second target for each, and so on. So no puzzle occurs twice, the generator need not
+   remember earlier puzzles, and the stream ends when all puzzles within the ranges are used up.
+2. NumPy computes the values of all expressions over a batch of sets at once. Targets are drawn uniformly from them.
 3. As in the television game, every step of a solution gives a positive whole number. A policy may do otherwise.
 """
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-COUNTS = (2, 3, 4, 5)  # numbers a puzzle may have
+COUNTS = (2, 3, 4, 5)  # how many numbers a puzzle may have
 OPERATORS = "+-*/"
-MAX_DRY_SETS = 300_000  # sets in a row without a puzzle after which a stream counts as used up
-BATCH = 512  # sets computed at once
-BATCH_VALUES = 2**20  # most values computed at once
+MAX_DRY_SETS = 300_000  # number of successive sets without a puzzle after which a stream ends
+BATCH = 512  # number of sets computed at once
+BATCH_VALUES = 2**20  # maximum number of values computed at once
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ranges:
     max_target: int = 99
 
     def check(self, counts: tuple[int, ...]) -> None:
-        """Raise ValueError, naming the option, for ranges that cannot hold a puzzle."""
+        """Raise ValueError, with the option to change, if there can be no puzzle of `counts` numbers in the ranges."""
         pairs = {"number": (self.min_number, self.max_number), "target": (self.min_target, self.max_target)}
         for name, (low, high) in pairs.items():
             if not 1 <= low <= high:
@@ -52,7 +52,7 @@ class Puzzle(NamedTuple):
 
 
 class Expression(NamedTuple):
-    """An expression with its outermost operator ("" for a number) and its steps."""
+    """An arithmetic expression: text, value, outermost operator ("" for a number), and steps of its computation."""
 
     text: str
     value: int
@@ -61,13 +61,17 @@ class Expression(NamedTuple):
 
 
 class Expressions:
-    """All expressions over `count` numbers, up to the order of operands: 4, 48, 960, 26,880 for 2 to 5 numbers."""
+    """All expressions that use each of `count` numbers once, up to the order of operands.
+
+    There are 4, 48, 960 and 26,880 of them for 2 to 5 numbers.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.all = 2**count - 1
         self.splits: dict[int, list[tuple[int, int, int, int]]] = {}
-        """By set (a bit mask of places): left part, right part, number of values of each."""
+        """Subset of the numbers (bit mask of positions) to its divisions: (left subset, right subset, number of
+        expressions of each)."""
         self.sizes: dict[int, int] = {1 << place: 1 for place in range(count)}
         for mask in sorted(range(1, self.all + 1), key=int.bit_count):
             if mask in self.sizes:
@@ -80,9 +84,9 @@ class Expressions:
         self.size = self.sizes[self.all]
 
     def values(self, numbers: np.ndarray) -> np.ndarray:
-        """Compute int64 [sets, size] values of all expressions over `numbers`, int64 [sets, count].
+        """Return the values of all expressions, int64 [sets, size], over the sets `numbers`, int64 [sets, count].
 
-        A value is 0 if a step does not give a positive whole number.
+        A value is 0 if one of its steps does not give a positive whole number.
         """
         known = {1 << place: numbers[:, place : place + 1] for place in range(self.count)}
         for mask, splits in self.splits.items():
@@ -98,7 +102,13 @@ class Expressions:
         return known[self.all]
 
     def expression(self, numbers: tuple[int, ...], column: int, mask: int | None = None) -> Expression:
-        """Return the expression of a column of `values`, larger operand first."""
+        """Return the expression of a column of `values`, with the larger operand first.
+
+        Args:
+            numbers: the numbers of one set.
+            column: the column.
+            mask: subset of the numbers that `column` counts over; None for all.
+        """
         mask = self.all if mask is None else mask
         if mask not in self.splits:
             value = numbers[mask.bit_length() - 1]
@@ -122,7 +132,10 @@ class Expressions:
 
 
 def permute(index: int, size: int, keys: list[int]) -> int:
-    """Apply a seeded permutation of `range(size)` to `index`: a Feistel network, walked until it lands inside."""
+    """Return the image of `index` under a permutation of `range(size)` that `keys` determine.
+
+    This is a Feistel network, applied repeatedly until the result is below `size`.
+    """
     half = ((size - 1).bit_length() + 1) // 2
     low = (1 << half) - 1
     while True:
@@ -137,8 +150,7 @@ def permute(index: int, size: int, keys: list[int]) -> int:
 
 
 def number_set(rank: int, count: int, min_number: int, max_number: int) -> tuple[int, ...]:
-    """Return the multiset of `count` numbers with this rank, ascending (combinatorial number system, repeats
-    allowed)."""
+    """Return the multiset of `count` numbers that has the rank `rank` in the combinatorial number system, ascending."""
     numbers = []
     top = max_number - min_number + count
     for place in range(count, 0, -1):
@@ -153,7 +165,7 @@ def number_set(rank: int, count: int, min_number: int, max_number: int) -> tuple
 
 
 def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
-    """Yield all puzzles of `count` numbers, each once; ends if the ranges hold no more or hardly any."""
+    """Yield the puzzles of `count` numbers within the ranges, each once, until none or hardly any are left."""
     sets = math.comb(ranges.max_number - ranges.min_number + count, count)
     expressions = Expressions(count)
     batch = max(1, min(BATCH, BATCH_VALUES // expressions.size))
@@ -174,7 +186,7 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
                     continue
                 dry, any_left = 0, True
                 draw = random.Random(f"{seed} {count} {rank}")
-                # A shuffle cut short: its first places are the same in every round.
+                # The first steps of a shuffle: earlier positions are the same in every round.
                 for i in range(round_number + 1):
                     j = draw.randrange(i, len(targets))
                     targets[i], targets[j] = targets[j], targets[i]
@@ -190,10 +202,16 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
 
 
 def puzzles(counts: tuple[int, ...], shares: tuple[float, ...], ranges: Ranges, seed: int) -> Iterator[Puzzle]:
-    """Yield puzzles of several sizes, each puzzle's size drawn by `shares`.
+    """Yield puzzles of several sizes.
+
+    Args:
+        counts: the sizes: how many numbers a puzzle may have.
+        shares: weights with which each of `counts` is drawn.
+        ranges: ranges of numbers and targets.
+        seed: seed of the stream.
 
     Raises:
-        ValueError: the ranges hold no more puzzles of a size that was drawn.
+        ValueError: all puzzles of a size that was drawn are used up.
     """
     streams = {count: puzzles_of(count, ranges, seed) for count in counts}
     made = dict.fromkeys(counts, 0)

@@ -1,11 +1,11 @@
-"""Folders that Hugging Face `datasets` saved: their own index names the files with the rows.
+"""Find the data files in folders saved by Hugging Face `datasets`, from the index in the folder.
 
 1. `DatasetDict.save_to_disk` writes `dataset_dict.json` with the names of the splits, each a folder of its own.
 2. `Dataset.save_to_disk` writes `state.json` with the names of the data files in their order.
 3. A folder of the cache has `dataset_info.json` with the splits; a split's files are called `NAME-SPLIT.arrow` or
    `NAME-SPLIT-00000-of-00002.arrow`.
 
-`Dataset.map` and its relatives leave `cache-*.arrow` in such folders, which no index names.
+`Dataset.map` and similar methods leave files `cache-*.arrow` in such folders, which are in no index and not read.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def splits(folder: Path) -> dict[str, list[Path]] | None:
-    """Find the data files of each split by its name; None if `datasets` did not save the folder.
+    """Return the data files of each split, by the name of the split; None if `datasets` did not save the folder.
 
-    A single data set has a split with the name of its folder.
+    For a single data set, the name of the split is the name of the folder.
 
     Raises:
         ValueError: the index cannot be read, or names a file that does not exist.
@@ -47,7 +47,10 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _names(index: dict[str, Any], key: str, folder: Path) -> list[str]:
-    """Return the names of files or folders in an index. Raises ValueError for names outside its folder."""
+    """Return the names of files or folders in the entry `key` of an index.
+
+    Raises ValueError if there are none, or one is outside of `folder`.
+    """
     entries = index.get(key)
     names = [str(entry.get("filename", "") if isinstance(entry, dict) else entry) for entry in entries or []]
     if not names or not all(name.strip(".") and name == Path(name).name for name in names):
@@ -64,7 +67,7 @@ def _cached(folder: Path, split: str, arrows: list[Path]) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Read the object in a file of JSON; None if the file does not exist."""
+    """Return the object in a JSON file; None if the file does not exist. Raises ValueError for other content."""
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

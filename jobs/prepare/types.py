@@ -1,7 +1,7 @@
-"""Arrow types of JSON values: a type only if every value comes back from it unchanged, else `JSON`.
+"""Choose Arrow types for JSON values: a type that holds all values without loss, else `JSON`.
 
-An Arrow struct gives each row the keys of all rows, an Arrow list of numbers has one kind of number, and the readers of
-prompts take a null inside a struct for a key that the row lacks. A value that would lose information is kept as JSON.
+In Arrow, a struct has the keys of all rows in each row, a list holds only one kind of number, and Slipstream's readers
+treat a null inside a struct as a missing key. Values that would lose information are kept as JSON.
 """
 
 from typing import Any
@@ -10,13 +10,14 @@ import pyarrow as pa
 
 JSON = pa.json_()
 DEPTH = 8
-"""Levels of nesting that get an Arrow type; messages with content parts have four."""
+"""Maximum number of levels of nesting for which an Arrow type is chosen; messages with content parts have four."""
 INT64 = range(-(1 << 63), 1 << 63)
 SCALARS = {type(None): pa.null(), bool: pa.bool_(), float: pa.float64(), str: pa.string()}
 
 
 def type_of(value: Any, depth: int = 0) -> pa.DataType:
-    """Return the Arrow type that holds a value of JSON exactly, or `JSON` if none does."""
+    """Return the Arrow type that holds a JSON value without loss, or `JSON` if none does. `depth` is the nesting so
+    far."""
     if isinstance(value, int) and not isinstance(value, bool):
         return pa.int64() if value in INT64 else JSON
     if not isinstance(value, (list, dict)):
@@ -36,7 +37,7 @@ def type_of(value: Any, depth: int = 0) -> pa.DataType:
 
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return the type that holds the values of both types exactly, or `JSON` if none does."""
+    """Return the type that holds the values of both types without loss, or `JSON` if none does."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):

@@ -135,7 +135,7 @@ class AgentConfig:
     def agents(self) -> "dict[str | None, AgentConfig]":
         """Return the settings of each agent, by `agent_name` of its rows; None is the key for rows without a name.
 
-        In addition to `declared`, these are verl's `tool_agent` and `single_turn_agent`.
+        These are the agents of `declared`, and verl's names `tool_agent` and `single_turn_agent`.
         """
         declared = self.declared()
         limits = {"episode_timeout_s": self.episode_timeout_s, "on_timeout": self.on_timeout}

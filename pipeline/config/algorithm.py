@@ -19,10 +19,10 @@ class KLControlConfig:
     """Coefficient of the KL penalty. With `type=adaptive`, the coefficient at the start."""
 
     target_kl: float = setting(0.1, above=0)
-    """Target of `type=adaptive`: mean KL per token, in nats."""
+    """Mean KL per token that `type=adaptive` steers to."""
 
     horizon: int = setting(10000, at_least=1)
-    """Number of rows after which `type=adaptive` may have changed the coefficient by 20 percent."""
+    """Number of rows over which `type=adaptive` can change the coefficient by up to 20 percent."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class AlgorithmConfig:
     strictly on-policy. With 1 or more, generation and training run at the same time."""
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         adaptive, groups = self.kl_ctrl.type == "adaptive", self.filter_groups
         return {
             "{algorithm.kl_ctrl.type} adapts the KL in the reward, but {algorithm.use_kl_in_reward}; set it to true, "

@@ -308,7 +308,10 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
-    """Return the file or argument that set `full_key`, and the value."""
+    """Return (name of the config file or text of the argument that set `full_key`, value).
+
+    The file is read from Hydra's `message`. If neither is found, the result is (`UNKNOWN_SOURCE`, "?").
+    """
     if message.startswith("In '"):
         name = message.split("'")[1]
         for folder in folders:

@@ -223,7 +223,7 @@ class ActorConfig:
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         loss, parallel = self.policy_loss, self.parallel
         return {
             "{actor.policy_loss.clip_cov_lb} must be below {actor.policy_loss.clip_cov_ub}": (

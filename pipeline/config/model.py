@@ -52,7 +52,7 @@ class LoraConfig:
         return isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         return {
             "{model.lora.path} does nothing with {model.lora.rank}; set model.lora.rank to the adapter's rank": (
                 self.path and not self.rank

@@ -57,7 +57,7 @@ class DPOConfig(SupervisedConfig):
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         loss = self.loss
         built_in = loss.type in BUILT_IN_LOSSES
         return {

@@ -162,7 +162,7 @@ class RewardConfig:
     rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         clip, url = self.clip, self.sandbox.url
         table: dict[str, object] = {
             "{reward.model.weight} must be a number other than 0; without a reward model, unset reward.model.path": (

@@ -150,7 +150,7 @@ class RolloutConfig:
         return self.chunks_in_flight or max(share, fill)
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings of engines that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on engine settings that exclude each other, each with a true value if it applies."""
         split = self.tensor_parallel_size > 1
         table: dict[str, object] = {
             "{rollout.num_engines}, with which the run starts, must lie between rollout.min_engines="

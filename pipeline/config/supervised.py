@@ -103,7 +103,7 @@ class SupervisedConfig:
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         return {}
 
 

@@ -13,31 +13,35 @@ class DeadlineConfig:
     """Time limits, in seconds. If one is exceeded, the run ends with an error that names its key."""
 
     engine_start: float = setting(900.0, above=0)
-    """Start of an engine with its model, and start of `agent.min_hosts` hosts with the files of your code."""
+    """Time limit, in seconds, for the start of an engine with its model, and for the start of `agent.min_hosts` hosts
+    with the files of your code."""
 
     admission: float = setting(1800.0, above=0)
-    """Wait of a chunk until the trainer has published a policy version that is new enough to generate it."""
+    """Time limit, in seconds, for the wait of a chunk until a policy version that may generate it is published. The
+    time is counted again from 0 after any progress of the run."""
 
     chunk: float = setting(1800.0, above=0)
-    """Generation of one chunk."""
+    """Time limit, in seconds, for the generation of one chunk."""
 
     rows: float = setting(3600.0, above=0)
-    """Wait of the trainer for the next chunk of rows."""
+    """Time limit, in seconds, for the wait of the trainer for the next chunk of rows."""
 
     publish: float = setting(600.0, above=0)
-    """Publication of weights, from the first train worker that publishes to the last."""
+    """Time limit, in seconds, for the publication of weights, from the first train worker to the last."""
 
     checkpoint: float = setting(1800.0, above=0)
-    """Copying of a checkpoint to storage or from storage."""
+    """Time limit, in seconds, for the copying of a checkpoint to storage or from storage."""
 
     train_start: float = setting(3600.0, above=0)
-    """Start of the train workers, at the beginning or after a failure."""
+    """Time limit, in seconds, for the start of the train workers, at the beginning or after a failure."""
 
     collective: float = setting(5400.0, above=0)
-    """Wait of a train worker for the other workers in a collective operation. Must be above `rows` and `checkpoint`."""
+    """Time limit, in seconds, for the wait of a train worker for the others in a collective operation. Must be above
+    `rows` and `checkpoint`."""
 
     store: float = setting(120.0, above=0)
-    """Restart of a policy store (the actor that holds published weights) that died."""
+    """Time limit, in seconds, for the restart of a policy store (the actor that admits chunks and versions) that
+    died."""
 
 
 PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
@@ -161,8 +165,8 @@ class TrainerConfig:
     """Number of rows that are written to MLflow as [traces](monitoring.md#mlflow), per iteration and per validation."""
 
     weight_bucket_mb: int = setting(64, at_least=1)
-    """Size of a buffer in which weights are sent to the engines, in MiB. One buffer is sent while the next is
-    filled."""
+    """Size of the buffers in which weights are sent to the engines, in MiB. The next buffer is stored or fetched while
+    one is filled or loaded."""
 
     weight_transport: str = setting("object_store", choices=("object_store", "nixl"))
     """Transport of weights to the engines. `object_store`: Ray's object store. `nixl` (`pip install nixl`): engines
@@ -188,7 +192,7 @@ class TrainerConfig:
         return self.placement.get(stage) or None
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
         name, waits, nixl = self.experiment_name, self.deadlines, self.weight_transport == "nixl"
         first_rows = waits.engine_start + waits.chunk
         table: dict[str, object] = {

@@ -1,6 +1,6 @@
-"""Code of the user, named as `package.module:Name` or `file.py:Name` in settings: the parser and the importer.
+"""Parse and import user code that settings name as `package.module:Name` or `file.py:Name`.
 
-Needs Python 3.9 and nothing but the standard library; environment processes import it, too.
+This module must run on Python 3.9 with only the standard library, since environment processes import it too.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class NotCode(ValueError):
-    """Error of a name that is neither a file nor a module. The message continues the sentence "KEY is NAME, which"."""
+    """Error for a name that is neither a file nor a module. The message continues the sentence "KEY is NAME, which"."""
 
 
 def split(spec: str) -> tuple[str, str]:
-    """Return the file or module, and the name after the colon; the name is empty if there is none."""
+    """Split `CODE:NAME` into (file or module, name after the colon). Without a colon, the name is empty."""
     code, colon, name = spec.rpartition(":")
     return (code, name) if colon and "/" not in name else (spec, "")
 
 
 def is_file(code: str) -> bool:
-    """Return whether `code` is the path of a Python file, else it is the name of a module."""
+    """Return True if `code` is the path of a Python file, False if it is the name of a module."""
     return code.endswith(".py")
 
 
 def is_spec(spec: str) -> bool:
-    """Return whether the text has the form `package.module:Name` or `file.py:Name`."""
+    """Return True if the text has the form `package.module:Name` or `file.py:Name`."""
     code, name = split(spec)
     return name.isidentifier() and (is_file(code) or bool(_MODULE.fullmatch(code)))
 
 
 def load(code: str) -> ModuleType:
-    """Return the module of a file or of a dotted name, imported once in a process.
+    """Import the file or module `code`, once per process, and return the module.
 
     Raises:
         NotCode: the file does not exist, or the text cannot be the name of a module.
-        BaseException: anything that the code raises, `SystemExit` of a script included.
+        BaseException: any exception that the code raises, also `SystemExit`.
     """
     if not is_file(code) and _MODULE.fullmatch(code):
         return importlib.import_module(code)
     file = os.path.realpath(os.path.expanduser(code))
     if not (is_file(code) and os.path.isfile(file)):
         raise NotCode(_why_not(code))
-    # Two files of one name are two modules.
+    # Two files with the same name in different folders are two modules.
     digest = hashlib.blake2b(file.encode(), digest_size=4).hexdigest()
     name = f"{os.path.basename(file)[:-3]}_{digest}"
     if name in sys.modules:

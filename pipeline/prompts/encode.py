@@ -174,9 +174,9 @@ def to_table(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.Table:
-    """Add the columns of `rows.PROMPT` that all rows of a chunk share: split, chunk and iteration.
+    """Return the rows of one chunk with the columns `split`, `chunk` and `iteration` added, each with a single value.
 
-    With dynamic sampling `iteration` is null until the filter stage knows it.
+    `iteration` is None with dynamic sampling, since only the filter stage knows it. `rows.PROMPT` describes the values.
     """
     for name, value in {"split": split, "chunk": chunk, "iteration": iteration}.items():
         table = table.append_column(name, pa.repeat(pa.scalar(value, PROMPT.field(name).type), len(table)))

@@ -260,8 +260,8 @@ class PromptLoader:
         return next(name for name in reversed(shares) if shares[name])
 
     def _walk(self, name: str, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Return the iterator over the rest of the order `name`; a new one from the current position if there is
-        none."""
+        """Return the iterator over the rest of the order `name`, from the current position on. It is kept for further
+        calls."""
         if name not in self._walks:
             epoch, offset = self._places.get(name, (0, 0)) if name else (self._epoch, self._offset)
             self._walks[name] = self._taken(name, epoch, offset, epochs)

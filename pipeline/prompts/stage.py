@@ -39,8 +39,8 @@ from pipeline.store.status import TrainerState
 MAX_PAGES = 256
 """Maximum number of pages in a run: Ray Data creates a block per page at the start."""
 PAGE_PROMPTS = 256
-"""Number of prompts up to which several iterations share a page, if prompts do not depend on earlier scores: making a
-page takes as long as making a chunk."""
+"""Maximum number of prompts in a page that holds several iterations. Such pages are used if prompts do not depend on
+earlier scores, since making a page takes as long as making a chunk."""
 LOOKAHEAD = 1
 """Number of iterations by which prompts are made before they are admitted to generation."""
 

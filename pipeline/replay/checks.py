@@ -1,8 +1,8 @@
-"""The settings of a replay (`data.recorded_run`): its initial settings, and the impossible ones.
+"""Derive and check the settings of a replay: a run that trains on recorded rows (`data.recorded_run`).
 
-From the reward stage on, everything runs as in any other run. The earlier settings matter only as far as the rows
-depend on them: responses per prompt, their lengths, and their sampling. Importing this loads neither torch nor Ray nor
-vLLM.
+From the reward stage on, a replay is like any other run. Settings of earlier stages must fit the recorded rows: the
+number of responses per prompt, their lengths, and their sampling. Importing this module loads neither torch nor Ray
+nor vLLM.
 """
 
 import copy
@@ -33,17 +33,18 @@ UNREAD = tuple(
     for name in keys(Config)
     if name.startswith(("data.", "rollout.", "agent.", "stream.")) and not any(fnmatch(name, read) for read in _READ)
 )
-"""Keys for reading prompts and generating responses, which a replay does not do."""
+"""Keys of `data`, `rollout` and `agent` that have no effect in a replay, which reads no prompts and generates
+nothing."""
 
 CHECKED_GROUPS = 256
-"""Number of groups, from the first one, whose tokens and rewards are checked before the start."""
+"""Number of groups, from the first on, in which tokens and rewards are checked before the start."""
 
 
 def recorded_config(run_dir: Path) -> Config:
     """Load the settings of the run that was recorded in `run_dir`.
 
     Raises:
-        ConfigError: it is not a run's folder, or a run of another version.
+        ConfigError: `run_dir` is not the folder of a run, or this version cannot read its settings.
     """
     if not run_dir.is_dir():
         raise ConfigError(
@@ -60,11 +61,12 @@ def recorded_config(run_dir: Path) -> Config:
 
 
 def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
-    """Return the settings of a replay without changes: one pass over the rows, in a folder next to the recording's.
+    """Return the settings of the recorded run, changed into a replay: one pass over the rows, in a folder `NAME-replay`
+    next to the folder of the recording.
 
     Args:
         recorded: settings of the run that was recorded.
-        run_dir: its folder.
+        run_dir: folder of that run.
         iterations: the recorded iterations to train on, in the form of `data.recorded_iterations`.
     """
     config, default = copy.deepcopy(recorded), Config()
@@ -75,18 +77,18 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
     config.data.recorded_run, config.data.recorded_iterations = str(folder), iterations
     trainer.experiment_name, trainer.default_local_dir = f"{folder.name}-replay", str(folder.parent)
     trainer.total_epochs, trainer.total_training_steps = 1, None
-    # With other settings than the recording's, a replay's policy soon differs, which is normal.
+    # With other settings than in the recorded run, the policy of a replay soon differs, which is normal.
     trainer.max_log_prob_gap = None
-    # The recording lacks groups whose rewards agreed.
+    # Groups with equal rewards were not recorded.
     config.algorithm.filter_groups.enable = False
     return config
 
 
 def check_folder(config: Config, run_dir: Path) -> None:
-    """Keep a replay out of the folder that it reads.
+    """Check that a replay does not write to the folder of its recording.
 
     Raises:
-        ConfigError: `run_dir`, the folder of the run that is about to start, is the recording's.
+        ConfigError: `run_dir`, the folder of the run that is about to start, is the folder of the recording.
     """
     recorded = config.data.recorded_run
     if recorded is not None and run_dir.resolve() == Path(recorded).resolve():
@@ -97,7 +99,7 @@ def check_folder(config: Config, run_dir: Path) -> None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per setting that does not fit a recording, or needs one."""
+    """Yield one sentence per setting that does not work in a replay, or works only in a replay."""
     data = config.data
     if data.recorded_run is None:
         if data.recorded_iterations is not None:
@@ -125,7 +127,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield advice on a replay that is about to begin; nothing for another run."""
+    """Yield sentences of advice about a replay; none if the run is not a replay."""
     if uses_engines(config):
         return
     yield (
@@ -147,11 +149,11 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def check_recording(config: Config) -> int:
-    """Check every file of `data.recorded_run`, and try the reward on its first prompts. Returns the number of groups.
+    """Check all files of `data.recorded_run`, and call the reward on the first prompts. Returns the number of groups.
 
     Raises:
         ConfigError: the settings do not fit the recording.
-        ValueError, FileNotFoundError: files are missing, damaged or foreign, or the reward cannot be used.
+        ValueError, FileNotFoundError: files are missing, damaged or not from a recording, or the reward cannot be used.
     """
     from pipeline.reward.dry import check_names, check_sources, dry_call
 
@@ -178,7 +180,12 @@ def check_recording(config: Config) -> int:
 
 
 def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
-    """Yield one sentence per setting that the rows of the recording do not allow."""
+    """Yield one sentence per setting that must be as in the recorded run, but is not.
+
+    Args:
+        config: settings of the replay.
+        recorded: settings of the recorded run.
+    """
     run_dir = config.data.recorded_run
     for name in ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"):
         was, now = value_of(recorded, name), value_of(config, name)
@@ -217,7 +224,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
 
 
 def _check_tokens(config: Config, rows: list[dict]) -> None:
-    """Refuse a model whose tokenizer reads the recorded tokens differently."""
+    """Raise ConfigError if the tokenizer of the model decodes recorded tokens to another text than was recorded."""
     from pipeline.models.tokenizer import load_tokenizer
 
     episodes = uses_agent(config)
@@ -226,7 +233,7 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     for row, text in zip(rows, texts, strict=True):
         if not episodes:
             text = begun_text(row["prompt"]) + text
-        # Recorded answers of an episode lack its calls and reasoning.
+        # The recorded text of an episode's turn does not contain tool calls and reasoning.
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(
                 f"{config.model.tokenizer_path or config.model.path} has another tokenizer than the one that "
@@ -237,7 +244,7 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
 
 
 def _last_answer(row: dict) -> list[int]:
-    """Return the tokens of an episode's last answer."""
+    """Return the tokens of the policy's last turn in an episode; empty without a turn."""
     end = len(row["response_ids"])
     for span in reversed(row["spans"]):
         if span["kind"] == ANSWER:

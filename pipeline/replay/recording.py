@@ -1,8 +1,8 @@
-"""A recording: the training rows of a run, as groups in the order in which it trained on them.
+"""Read a recording: the training rows of a run, as groups in the order in which the run trained on them.
 
-A file of `trajectories/` holds one chunk of whole groups, and a group's `n` rows are adjacent. All files hold equally
-many groups, and all iterations equally many files, so a group's number, from 0, determines the place of its rows.
-`check` verifies this.
+A file in `trajectories/` holds one chunk of whole groups; the `n` rows of a group are adjacent. All files hold the same
+number of groups, and all iterations the same number of files. So the number of a group, from 0, determines the file and
+position of its rows. `check` verifies this.
 """
 
 import re
@@ -22,17 +22,17 @@ COLUMNS = (
     *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info", "agent_name"),
     *("sample", "response_ids", "response_mask", "rollout_log_probs", "response", "finish_reason", "engine"),
 )
-"""Columns that are read; the training run fills the other columns of `rows.PROMPT` and `rows.ROLLOUT`."""
+"""Columns that are read from a recording. The replay fills the other columns of `rows.PROMPT` and `rows.ROLLOUT`."""
 NEWER = {"agent_name"}
-"""Columns that older recordings lack; they are null then."""
+"""Columns that older recordings do not have; they are read as null."""
 READERS = 16
-"""Files that are checked at the same time."""
+"""Number of files that are checked at the same time."""
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
 def iteration_range(text: str) -> tuple[int, int]:
-    """Parse the first and last iteration of `3-10`, or of the single number `3`.
+    """Parse `3-10`, or `3` for a single iteration, to (first iteration, last iteration).
 
     Raises:
         ValueError: the text has neither form.
@@ -52,13 +52,13 @@ class Recording:
 
     Args:
         run_dir: the folder of the run.
-        iterations: first and last one, as `iteration_range` reads them; None takes all.
-        baselines: whether the column `baseline` is read too.
-        episodes: whether the columns `rows.AGENT` are read too.
+        iterations: first and last iteration, such as `3-10`; None takes all.
+        baselines: True to read the column `baseline` too.
+        episodes: True to read the columns `rows.AGENT` too.
 
     Attributes:
-        n: number of rows of a group.
-        groups: number of groups.
+        n: number of rows per group.
+        groups: total number of groups.
 
     Raises:
         ValueError: the range or a file cannot be read.
@@ -91,16 +91,18 @@ class Recording:
         self.n = uids.count(uids[0])
         self._groups_per_file = len(uids) // self.n
         self.groups = len(self._files) * self._groups_per_file
-        # If iterations differ in size from the recorded ones, they may end inside a file.
+        # If iterations of the replay have another size than the recorded ones, an iteration may end inside a file.
         self._read = lru_cache(1)(self._read_file)
 
     def iteration_of(self, group: int) -> int:
-        """Return the recorded iteration that trained on the group."""
+        """Return the number of the recorded iteration that trained on group `group`."""
         return self._first + group % self.groups // (self._groups_per_file * self._files_per_iteration)
 
     def rows(self, first: int, end: int) -> pa.Table:
-        """Read the rows of the groups from `first` to `end - 1`, `n` each; numbers go on over passes over the
-        recording."""
+        """Read the rows of the groups from `first` to `end - 1`, `n` rows each.
+
+        In a further pass over the recording, numbers of groups continue after `groups - 1`.
+        """
         parts = []
         while first < end:
             file, skipped = divmod(first % self.groups, self._groups_per_file)
@@ -110,10 +112,10 @@ class Recording:
         return pa.concat_tables(parts)
 
     def check(self) -> dict[str | None, set[str]]:
-        """Check every file; returns the values of `data_source` in them, by the `agent_name` of the rows.
+        """Check all files. Returns the values of `data_source` by `agent_name` of the rows.
 
         Raises:
-            ValueError: a file is damaged, lacks a column, or differs from the others in its rows.
+            ValueError: a file is damaged, does not have a column, or has another number of groups or rows.
         """
         for iteration, files in self._iterations.items():
             if len(files) != self._files_per_iteration:
@@ -166,9 +168,13 @@ class Recording:
 
 
 def whole_iterations(run_dir: str, chunks: int) -> str:
-    """Return the recorded iterations up to the last one of `chunks` chunks, as `iteration_range` reads them.
+    """Return the range of the completely recorded iterations as text, such as `1-10`.
 
-    An interrupted run may have recorded a part of a last iteration. `Recording` refuses gaps before it.
+    An interrupted run may have recorded only a part of its last iteration. `Recording` refuses earlier gaps.
+
+    Args:
+        run_dir: folder of the run.
+        chunks: number of chunks in a complete iteration.
 
     Raises:
         FileNotFoundError: no iteration has `chunks` chunks.

@@ -1,8 +1,8 @@
-"""The source of a replay: page numbers in, the recorded rows of those iterations out.
+"""The first stage of a replay: an actor that gets numbers of pages and returns the recorded rows of their iterations.
 
-The rows enter the stream at the reward stage, without an engine or admission before it. Tokens and log-probs come from
-the recording, positions and versions from the training run. Its policy differs from the recorded one as soon as the two
-have been trained differently.
+The rows enter the stream at the reward stage, without engines or admission. Tokens and log-probs come from the
+recording; numbers of iterations, chunks and policy versions come from the replay. So once the policy of the replay
+differs from the recorded one, training is off-policy.
 """
 
 import numpy as np
@@ -22,14 +22,14 @@ from pipeline.store.status import TrainerState
 
 
 class Replay:
-    """The one actor of the stage.
+    """Returns recorded rows, page by page. The stage has one actor, of this class.
 
     Args:
         data: the section `data`, which names the recording.
-        baselines: whether the estimator reads the recorded scores of greedy responses.
-        episodes: whether the rows are episodes.
-        schedule: the run's iterations and pages.
-        store: the policy store, for this attempt.
+        baselines: True if the advantage estimator reads the recorded scores of greedy responses.
+        episodes: True if the rows are episodes.
+        schedule: iterations and pages of the run.
+        store: client of the policy store for this attempt (a start or a resume of the run).
         deadlines: the section `trainer.deadlines`.
     """
 
@@ -50,7 +50,7 @@ class Replay:
         self._schema = pa.schema([rows.SCHEMA.field(name) for name in names])
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the rows of one page; none after the last iteration."""
+        """Return the rows of the page with the number in column `id`; no rows after the last iteration."""
         schedule = self._schedule
         trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
         first = table["id"][0].as_py() * schedule.page_iterations
@@ -64,26 +64,29 @@ class Replay:
         return page
 
     def _begin(self, done: int, trainer: TrainerState) -> int:
-        """Return the number of the first group after `done` iterations of the attempt; numbers go on over the
-        passes."""
+        """Return the number of the first group after `done` iterations of the attempt.
+
+        In a further pass over the recording, numbers of groups continue.
+        """
         return trainer.cursor.epoch * self._recording.groups + trainer.cursor.offset + done * self._prompts
 
     def _end(self, done: int, trainer: TrainerState) -> PromptBatch:
-        """Return the end of the iteration after `done` iterations of the attempt."""
+        """Return the report for the policy store on the iteration after `done` iterations of the attempt: the position
+        at its end, and metrics."""
         iteration, end = trainer.version + done + 1, self._begin(done + 1, trainer)
         epoch, offset = divmod(end, self._recording.groups)
         metrics = {"prompts/recorded_iteration": self._recording.iteration_of(end - 1)}
         return PromptBatch(done + 1, PromptCursor(epoch, offset, batch=iteration + 1), metrics, iteration)
 
     def _rows(self, done: int, trainer: TrainerState) -> pa.Table:
-        """Make the rows of the iteration after `done` iterations of the attempt."""
+        """Return the rows of the iteration after `done` iterations of the attempt."""
         schedule, recording = self._schedule, self._recording
         group = np.repeat(np.arange(self._prompts), recording.n)
         chunk = done * schedule.chunks_per_iteration + group // schedule.chunk_prompts
         begin = self._begin(done, trainer)
         recorded = recording.rows(begin, begin + self._prompts)
         epoch, offset = np.divmod(begin + group, recording.groups)
-        # In another pass a group is another visit to its prompt.
+        # In each pass over the recording, a group gets another uid.
         again = pc.binary_join_element_wise(recorded["uid"], pa.array(epoch).cast(pa.string()), "/")
         count, version = len(group), schedule.reached(trainer.version, done)
         tokens = np.diff(rows.flat(recorded, "response_ids")[1])

@@ -1,10 +1,10 @@
-"""Reward rules by `data_source`.
+"""Built-in reward rules by `data_source`.
 
 A rule is `compute_score(solution_str, ground_truth)`, a pure function of the response text and the row's ground truth.
 It returns a dict with `score`, `acc` (1 if the answer is right, else 0), `format` (1 if the answer is in the requested
-place, else 0), and `pred`, the answer in a canonical form for majority votes, cut to a bounded length ("" without an
-answer). It raises `ValueError` for ground truth that it cannot use: that is an error of the data, never a 0. A response
-never makes it raise. A new rule is one module here and one line below.
+form, else 0), and `pred`, the answer in a canonical form for majority votes, cut to a maximum length ("" without an
+answer). It raises `ValueError` for ground truth that it cannot use, which is an error of the data and not a score of 0;
+no response makes it raise. A new rule needs one module in this folder and one line in `RULES`.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ RULES: dict[str, Rule] = {
     "hellaswag": multiple_choice.compute_score,
     "searchR1_*": search_r1.compute_score,
 }
-"""Rules by name. A name that ends with `*` is a prefix of data sources."""
+"""Rules by `data_source`. A key that ends with `*` stands for all data sources that begin with the text before it."""
 
 
 def rule_of(data_source: str) -> Rule:
     """Return the rule that scores rows of `data_source`.
 
     Raises:
-        ValueError: no rule has that name; the sentence lists the known ones.
+        ValueError: no rule scores this data source; the text lists the known ones.
     """
     if data_source in RULES:
         return RULES[data_source]

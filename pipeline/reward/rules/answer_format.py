@@ -1,7 +1,7 @@
-"""Reward of the form `<think>...</think> <answer>...</answer>`: 1.0 if a response has it, else 0.0.
+"""Format reward: 1.0 if the response has the form `<think>...</think> <answer>...</answer>`, else 0.0.
 
-Each tag occurs exactly once, in this order, with text inside and only blanks around. No data source uses this rule; it
-is an additional part of another reward:
+Each tag must occur exactly once, in this order, with text inside, and only whitespace outside. No data source uses this
+rule by default; it can be added to another reward:
 
     reward.functions.form.path=pipeline.reward.rules.answer_format
     reward.functions.form.name=format_reward
@@ -15,7 +15,13 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def format_reward(
     data_source: str, solution_str: str, ground_truth: Any = None, extra_info: Any = None, think_opened: bool = False
 ) -> float:
-    """Return 1.0 if the response has the form, else 0.0. `think_opened`: the prompt has written `<think>` already."""
+    """Return 1.0 if the response has the form, else 0.0.
+
+    Args:
+        data_source, ground_truth, extra_info: not used.
+        solution_str: the response.
+        think_opened: True if the prompt ends with `<think>`, so the response begins after this tag.
+    """
     text = f"{TAGS[0]}{solution_str}" if think_opened else solution_str
     if any(text.count(tag) != 1 for tag in TAGS):
         return 0.0

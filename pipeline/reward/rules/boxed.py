@@ -1,11 +1,11 @@
-r"""The last `\boxed{...}` of a response, found without reading more than a bounded part of it."""
+r"""Find the last `\boxed{...}` of a response, and read only a bounded part of the response."""
 
 import re
 
 from pipeline.reward.rules import quantity
 
-MAX_LENGTH = 2000  # characters of a box
-MAX_BOXES = 20  # boxes looked at, from the last one back
+MAX_LENGTH = 2000  # maximum number of characters in a box
+MAX_BOXES = 20  # maximum number of boxes to look at, from the last one back
 
 _MINUS = re.compile(r"(?<![\w)\]}\u2212-])[-\u2212]\Z")
 _COMMAND = re.compile(r"\\(?:boxed|fbox)\s{0,10}")
@@ -14,11 +14,11 @@ _BARE = re.compile(r"[^\s{}$\\]{1,100}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`), or None without one.
+    r"""Return the content of the last closed box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`), or None without a box.
 
-    A box of more than `MAX_LENGTH` characters is skipped; at most `MAX_BOXES` are tried. Of nested boxes the outermost
-    counts, and is not equal to anything unless it holds only the inner one. A minus right before the box is the
-    answer's sign. Text after the box that continues its number (`\\boxed{42} million`) is part of it.
+    Boxes of more than `MAX_LENGTH` characters are skipped, and at most `MAX_BOXES` are tried. Of nested boxes the
+    outermost counts; if it holds only the inner box, the inner content is returned. A minus sign right before the box
+    is added to its number, and so is text after the box that continues the number (`\\boxed{42} million`).
     """
     found = _last(text)
     if found is None:
@@ -36,7 +36,7 @@ def unboxed(text: str) -> str:
 
 
 def _last(text: str) -> tuple[int, str, int] | None:
-    """Find start, content and end of the last box."""
+    """Return (start of the last box in `text`, content, end of the box), or None without a box."""
     found = None
     end = len(text)
     for _ in range(MAX_BOXES):
@@ -54,7 +54,7 @@ def _last(text: str) -> tuple[int, str, int] | None:
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
-    """Return content and end of the box that starts at `start`, or None if it is not closed."""
+    """Return (content, end) of the box that starts at `start`, or None if the box is not closed."""
     command = _COMMAND.match(text, start)
     if command is None:
         return None
@@ -73,7 +73,13 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _going_on(content: str, text: str, end: int) -> str:
-    """Return the text after a number's box that belongs to the number; empty in most responses."""
+    """Return the text after a box that continues the number in the box; empty in most responses.
+
+    Args:
+        content: content of the box.
+        text: the response.
+        end: end of the box in `text`.
+    """
     behind = text[end : end + quantity.LONGEST].partition("\n")[0].lstrip("$")
     # Without a blank, any word may follow, since a box separates it from the number.
     parted = f" {behind}" if behind[:1].isalpha() else behind

@@ -1,9 +1,9 @@
-"""The budget of a rule for one response. Beyond it the response counts as wrong.
+"""Limit the CPU time of a rule for one response. If the limit is exceeded, the response counts as wrong.
 
-Some answers make algebra run for minutes or fill the memory. A policy that writes such an answer has given a wrong one,
-so the row has no error. The reward worker enforces the budget (`worker.py`): it is killed when it has spent the CPU
-time, even inside a C library, or when it holds more than `reward.worker_memory_mb`. CPU time is counted instead of time
-on the clock, so a busy machine makes no answer wrong.
+Some answers make algebra run for minutes or fill the memory. Such an answer is scored as wrong, not as an error of the
+row. The budget is enforced from outside (`program.py`, `worker.py`): the reward worker is killed when it has used the
+CPU time, even inside a C library, or holds more than `reward.worker_memory_mb`. CPU time is counted instead of wall
+time, so an answer is not scored as wrong because the machine is busy.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of one call of a rule, and the score beyond it."""
+    """The limit of one call of a rule, and the result if it is exceeded."""
 
     cpu_s: float
-    """CPU seconds."""
+    """Limit of the CPU time, in seconds."""
     wrong: dict[str, Any]
-    """The rule's result for a wrong answer."""
+    """Result of the rule if the limit is exceeded."""
     prepare: Callable[[], Any] | None
-    """Function that is called once in each worker, outside of the budget, to import the rule's libraries."""
+    """Function to call once in each worker before the first call of the rule, to import the rule's libraries. Its CPU
+    time is not counted."""
 
 
 def within(
     cpu_s: float, wrong: dict[str, Any], prepare: Callable[[], Any] | None = None
 ) -> Callable[[Function], Function]:
-    """Return a decorator that gives a rule a `Budget`."""
+    """Return a decorator that gives a rule a `Budget` with these fields."""
 
     def decorate(rule: Function) -> Function:
         rule.__dict__["budget"] = Budget(cpu_s, wrong, prepare)
@@ -38,5 +39,8 @@ def within(
 
 
 def budget_of(rule: Callable[..., Any]) -> Budget | None:
-    """Return the budget of a rule, or of one in a `functools.partial`; None without one: `reward.timeout_s` counts."""
+    """Return the budget of a rule, also of a `functools.partial` of a rule.
+
+    None if the rule has no budget; then only `reward.timeout_s` limits the call.
+    """
     return getattr(getattr(rule, "func", rule), "budget", None)

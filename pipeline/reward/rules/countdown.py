@@ -1,12 +1,12 @@
-"""Reward of a Countdown answer: reach the target and use each given number exactly once.
+"""Reward for Countdown: the answer must be an expression that equals the target and uses each number exactly once.
 
-Scores as in TinyZero: 1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Choices:
+Scores as in TinyZero: 1.0 for a right answer, 0.1 for a wrong answer, 0.0 without an answer.
 
-1. The answer is the last `<answer>` that is closed, up to the first `</answer>` after it.
-2. A tokenizer and a precedence-climbing parser over exact rationals read it, never Python. Length, depth and digits are
-   bounded first, and the numbers must be the given ones before anything is computed.
-3. ASCII digits without leading zeros, `+ - * / ( )` and blanks; a minus sign may stand before a number or a bracket.
-   Refused, as in TinyZero: other operators, decimal points, digits of other scripts, and an equation.
+1. The answer is the text in the last closed `<answer>...</answer>`.
+2. It is never run as Python: a tokenizer and a precedence-climbing parser compute it with exact fractions. Length,
+   nesting and digits are limited first, and the numbers must be the given ones before anything is computed.
+3. Allowed are ASCII digits without leading zeros, `+ - * / ( )` and whitespace; a minus sign may stand before a number
+   or a bracket. Other operators, decimal points, digits of other scripts and equations are wrong, as in TinyZero.
 """
 
 import operator
@@ -15,9 +15,9 @@ from fractions import Fraction
 from typing import Any
 
 OPEN, CLOSE = "<answer>", "</answer>"
-MAX_LENGTH = 1000  # characters of an answer, blanks included
-MAX_DEPTH = 50  # brackets and signs inside each other
-MAX_DIGITS = 18  # of one number: any that fits int64
+MAX_LENGTH = 1000  # maximum number of characters in an answer, with whitespace
+MAX_DEPTH = 50  # maximum nesting of brackets and signs
+MAX_DIGITS = 18  # maximum number of digits in a number, so that it fits int64
 
 _TOKEN = re.compile(r"([0-9]+)|([-+*/()])|[ \t\r\n]+")
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -25,11 +25,11 @@ _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class AnswerError(ValueError):
-    """Error of an answer that is not an expression of the language above."""
+    """Error for an answer that is not an expression in the allowed form."""
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Return the text of the last closed `<answer>` block, or None without one; in linear time."""
+    """Return the text in the last closed `<answer>...</answer>`, or None without it. Takes linear time."""
     start = solution_str.rfind(OPEN, 0, max(solution_str.rfind(CLOSE), 0))
     if start < 0:
         return None
@@ -38,10 +38,11 @@ def extract_answer(solution_str: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[int | str]:
-    """Read numbers as ints and `+ - * / ( )` as strings, without blanks.
+    """Split an answer into tokens, without whitespace: numbers as ints, and `+ - * / ( )` as strings.
 
     Raises:
-        AnswerError: the answer is too long, a number has too many digits or a leading zero, or a character is foreign.
+        AnswerError: the answer is too long, a number has too many digits or a leading zero, or a character is not
+            allowed.
     """
     if len(answer) > MAX_LENGTH:
         raise AnswerError(f"the answer has {len(answer)} characters, more than {MAX_LENGTH}")
@@ -63,11 +64,11 @@ def tokenize(answer: str) -> list[int | str]:
 
 
 def evaluate(tokens: list[int | str]) -> Fraction:
-    """Compute the exact value of the expression.
+    """Compute the exact value of the expression `tokens`.
 
     Raises:
         AnswerError: the tokens are not an expression, or nest deeper than `MAX_DEPTH`.
-        ZeroDivisionError: it divides by zero.
+        ZeroDivisionError: the expression divides by zero.
     """
     left = tokens[::-1]
     value = _expression(left, 0, 0)
@@ -77,7 +78,13 @@ def evaluate(tokens: list[int | str]) -> Fraction:
 
 
 def _expression(left: list[int | str], depth: int, binding: int) -> Fraction:
-    """Compute the operators that bind stronger than `binding`; takes their tokens from the end of `left`."""
+    """Compute an expression up to the first operator that does not bind more strongly than `binding`.
+
+    Args:
+        left: remaining tokens in reverse order; used tokens are removed.
+        depth: current nesting.
+        binding: strength of the operator before the expression (`_BINDING`); 0 at the beginning.
+    """
     value = _operand(left, depth)
     while left and (strength := _BINDING.get(str(left[-1]), 0)) > binding:
         compute = _COMPUTE[str(left.pop())]
@@ -86,7 +93,7 @@ def _expression(left: list[int | str], depth: int, binding: int) -> Fraction:
 
 
 def _operand(left: list[int | str], depth: int) -> Fraction:
-    """Compute a number, a bracket, or a minus sign before one of them."""
+    """Compute a number, an expression in brackets, or the negative of one of them."""
     if depth > MAX_DEPTH:
         raise AnswerError(f"the answer nests deeper than {MAX_DEPTH}")
     token = left.pop() if left else "the end"
@@ -103,7 +110,7 @@ def _operand(left: list[int | str], depth: int) -> Fraction:
 
 
 def is_correct(answer: str, numbers: list[int], target: int) -> bool:
-    """Return whether `answer` uses each of `numbers` exactly once and equals `target`."""
+    """Return True if `answer` uses each of `numbers` exactly once and equals `target`."""
     try:
         tokens = tokenize(answer)
         if sorted(token for token in tokens if isinstance(token, int)) != sorted(numbers):
@@ -114,13 +121,14 @@ def is_correct(answer: str, numbers: list[int], target: int) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, Any]:
-    """Score a response, any text, to a Countdown prompt.
+    """Score a response to a Countdown prompt.
 
     Args:
+        solution_str: the response, any text.
         ground_truth: `{"target": int, "numbers": [int, ...]}`.
 
     Raises:
-        ValueError: `ground_truth` is not of that form.
+        ValueError: `ground_truth` does not have this form.
     """
     numbers, target = _read(ground_truth)
     answer = extract_answer(solution_str)

@@ -1,19 +1,19 @@
-"""Reward of a GSM8K answer: 1.0 for the right number, 0.0 for any other or none.
+"""Reward for GSM8K: 1.0 for the right number, 0.0 for another number or none.
 
-Two methods find the answer in the response, with any amount of text after it:
-- `strict`: the last `####` that is followed by a number on its line, as the prompt requests.
-- `flexible` (the default): the same; a response without such a `####` is judged by its last number.
+Two methods find the answer in the response; any amount of text may follow the answer:
+- `strict`: the number after the last `####` that has a number on the same line, as the prompt requests.
+- `flexible` (the default): the same, but in a response without such a `####` the last number counts.
 
-Choices:
-1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number.
-2. A number is ASCII digits with at most one decimal point, and commas only between groups of three; the first group
-   does not begin with 0 (LaTeX's `1{,}000` is one, too). Anything else that looks like a number (`1.2.3`, `0,005`,
-   `3/4`, `2^5`, `f(5)`, `4½`, digits of other scripts) is a wrong answer as a whole.
-3. After it, closing marks, a percent sign, a unit (`cm^2` as well) and text are allowed. If the text continues the
-   number, the whole answer is wrong (`42 million`, `42k`, `42 and a half`). On the line of the `####`, a further digit,
-   an operator or the word of a number also makes it wrong (`42 vs 43`, `42 or forty`).
-4. Before it may stand one sign and a sign of money: `#### - 42` is -42, and `#### --42` is wrong. In other text a minus
-   is a sign unless something stands right before it: the last number of `5-7` is 7, and of `= -7` it is -7.
+Details:
+1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are equal.
+2. A number is ASCII digits with at most one decimal point, and commas only between groups of three digits; the first
+   group does not begin with 0. LaTeX's `1{,}000` is a number too. Anything else that looks like a number (`1.2.3`,
+   `0,005`, `3/4`, `2^5`, `f(5)`, `4½`, digits of other scripts) makes the answer wrong.
+3. After the number, closing marks, a percent sign, a unit (also `cm^2`) and text are allowed. If the text continues the
+   number, the answer is wrong (`42 million`, `42k`, `42 and a half`). On the line of the `####`, another digit, an
+   operator or a number as a word also makes the answer wrong (`42 vs 43`, `42 or forty`).
+4. Before the number, one sign and a currency sign are allowed: `#### - 42` is -42, and `#### --42` is wrong. In other
+   text a minus is a sign unless a character stands right before it: the last number of `5-7` is 7, of `= -7` it is -7.
 """
 
 import re
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pipeline.reward.rules import quantity
 
 METHODS = ("strict", "flexible")
-MAX_PRED = 100  # characters of `pred`
+MAX_PRED = 100  # maximum number of characters in `pred`
 
 # A greedy `.*` tries the end of the response first. Each run of digits is read once from its first character on, so
 # time is linear. A run holds digits of any script, so that the ASCII part of a refused run never counts as a number.
@@ -50,7 +50,12 @@ _TRUTH = re.compile(rf"\s*{_SIGNED}\.?\s*")
 
 
 def canonical(digits: str, negative: bool) -> str | None:
-    """Return the canonical form of a number: no commas, no needless zeros; None if `digits` is not a number."""
+    """Return the canonical form of a number, without commas and needless zeros; None if `digits` is not a number.
+
+    Args:
+        digits: the number as text, without a sign.
+        negative: True if it is negative.
+    """
     match = _NUMBER.fullmatch(digits)
     if match is None:
         return None
@@ -60,9 +65,9 @@ def canonical(digits: str, negative: bool) -> str | None:
 
 
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
-    """Return the digits after the last `####` that has any, and True if a minus precedes them; None without one.
+    """Return (digits, negative) of the number after the last `####` with a number on its line; None without it.
 
-    If the text continues the number, it is included, so that `canonical` refuses it.
+    If the text after the number continues it, that text is included in the digits, so `canonical` refuses them.
     """
     match = _STRICT.match(solution_str)
     if match is None:
@@ -78,10 +83,10 @@ def strict_answer(solution_str: str) -> tuple[str, bool] | None:
 
 
 def last_number(solution_str: str) -> tuple[str, bool] | None:
-    """Return the digits of the last number of the response, and True if it is negative; None without a digit.
+    """Return (digits, negative) of the last number in the response; None without a digit.
 
-    A number that ends a fraction or a power, or that the text continues, is returned with the joined text, so that
-    `canonical` refuses it.
+    If the number ends a fraction or a power, or the text after it continues it, that text is included in the digits, so
+    `canonical` refuses them.
     """
     text = quantity.without_exponents(solution_str)
     match = _LAST.match(text)
@@ -101,10 +106,12 @@ def last_number(solution_str: str) -> tuple[str, bool] | None:
 def compute_score(
     solution_str: str, ground_truth: str | int | float, method: Literal["strict", "flexible"] = "flexible"
 ) -> dict[str, Any]:
-    """Score a response, any text, to a GSM8K problem.
+    """Score a response to a GSM8K problem.
 
     Args:
+        solution_str: the response, any text.
         ground_truth: the number, or text that holds only the number, such as `"1,000"`.
+        method: method to find the answer in the response.
 
     Raises:
         ValueError: `ground_truth` is not a number, or the method is unknown.
@@ -127,7 +134,7 @@ def read_truth(ground_truth: Any) -> str:
     """Return the canonical form of a ground truth.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: `ground_truth` is not a number or the text of a number.
     """
     number = None
     if isinstance(ground_truth, str):

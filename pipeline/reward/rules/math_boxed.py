@@ -1,7 +1,7 @@
-r"""Reward of a MATH answer: 1.0 if the last box of the response holds the right answer, else 0.0.
+r"""Reward for MATH: 1.0 if the last `\boxed{...}` of the response holds the right answer, else 0.0.
 
-`boxed.py` finds the box, and `math_equal.py` compares it with the truth, so that `\boxed{0.5}` is right for
-`\frac{1}{2}`. An empty box is wrong for every truth. The rules for DAPO and Geometry3K share the functions below.
+`boxed.py` finds the box, and `math_equal.py` compares its content with the ground truth, so `\boxed{0.5}` is right for
+`\frac{1}{2}`. An empty box is always wrong. The rules for DAPO and Geometry3K use functions of this module.
 """
 
 import re
@@ -12,8 +12,8 @@ from pipeline.reward.rules.boxed import last_boxed
 from pipeline.reward.rules.budget import Function, within
 from pipeline.reward.rules.math_equal import AlgebraError, equal, load_algebra
 
-MAX_PRED = 300  # characters of `pred`
-MAX_TRUTH = 2000  # characters of a ground truth
+MAX_PRED = 300  # maximum number of characters in `pred`
+MAX_TRUTH = 2000  # maximum number of characters in a ground truth
 TOO_COSTLY = {"score": 0.0, "acc": 0, "format": 0, "pred": "", "undecided": 1}
 
 _PHRASE = re.compile(r"(?s:.*)(?i:\banswers?(?: is| are|:))[ \t]{0,9}([^\n]{1,400})")
@@ -21,20 +21,21 @@ _END = re.compile(r"\.(?=\s|$)|\$(?=[.,;]?\s|$)")
 
 
 def bounded(wrong: float) -> Callable[[Function], Function]:
-    """Make a decorator for a rule with algebra: a response on which it spends 1.5 CPU seconds scores `wrong`."""
+    """Return a decorator for a rule that uses algebra: a response that takes 1.5 seconds of CPU time scores `wrong`."""
     return within(cpu_s=1.5, wrong=TOO_COSTLY | {"score": wrong}, prepare=load_algebra)
 
 
 @bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bool = False) -> dict[str, Any]:
-    r"""Score a response, any text, to a problem whose answer is an expression.
+    r"""Score a response to a problem with a mathematical expression as its answer.
 
     Args:
-        ground_truth: the answer in LaTeX or a number, with or without `\boxed{...}`.
-        phrase: without a box, take the text after the last "answer is" or "answer:".
+        solution_str: the response, any text.
+        ground_truth: the answer in LaTeX or as a number, with or without `\boxed{...}`.
+        phrase: True: in a response without a box, the text after the last "answer is" or "answer:" is the answer.
 
     Raises:
-        ValueError: as `read_truth`.
+        ValueError: `ground_truth` is neither text nor a number, or is empty or too long.
     """
     truth = read_truth(ground_truth, "math")
     box = last_boxed(solution_str)
@@ -43,14 +44,16 @@ def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bo
 
 
 def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0) -> dict[str, Any]:
-    """Return the parts of the reward of one answer; `answer` is None if the response has none.
+    """Compare an answer with the ground truth, and return the result of the rule.
 
     Args:
-        well_formed: whether the answer is in the requested place: `format`.
+        truth: the right answer.
+        answer: answer of the response; None if it has none.
+        well_formed: True if the answer is in the requested form; becomes `format`.
         wrong: score of a wrong answer.
 
     Returns:
-        The parts of every rule, and `undecided`: 1 if algebra failed on the answer, which counts as wrong.
+        score, acc, format, pred, and `undecided`: 1 if algebra failed on the answer, which then counts as wrong.
     """
     correct, undecided = False, False
     if answer is not None:
@@ -68,7 +71,7 @@ def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0
 
 
 def after_phrase(text: str) -> str | None:
-    """Return the text after the last "answer is" or "answer:" up to the end of its sentence, or None without one."""
+    """Return the text after the last "answer is" or "answer:", up to the end of the sentence; None without it."""
     match = _PHRASE.match(text)  # the greedy `.*` tries the end of the text first
     if match is None:
         return None
@@ -78,10 +81,14 @@ def after_phrase(text: str) -> str | None:
 
 
 def read_truth(ground_truth: Any, kind: str) -> str:
-    r"""Read the answer of a ground truth, without a `\boxed{...}` around it.
+    r"""Return the answer in a ground truth as text, without a `\boxed{...}` around it.
+
+    Args:
+        ground_truth: `reward_model.ground_truth` of the row.
+        kind: name of the rule, for the error text.
 
     Raises:
-        ValueError: it is not text or a number, or is empty or too long.
+        ValueError: `ground_truth` is neither text nor a number, or is empty or too long.
     """
     text = None
     if isinstance(ground_truth, str):

@@ -1,15 +1,16 @@
-"""The comparison of two mathematical answers.
+"""Compare two mathematical answers: the ground truth and the answer of a response.
 
-1. The tidied texts are the same (`math_text.py`), or both are numbers, or the truth is words: no algebra is needed.
-2. The answer must pass a gate (`math_gate.py`), because it is hostile text and algebra has no bounds of its own. An
-   answer that the gate refuses is wrong, unless it is the truth letter by letter.
+1. Answers with the same normalised text (`math_text.py`), two numbers, and words are compared without algebra.
+2. Other answers must pass a gate (`math_gate.py`) that limits the cost of algebra, since the text may be hostile. An
+   answer that the gate refuses is wrong, unless its text is the same as the ground truth.
 3. The math-verify library reads both into SymPy; decimals are exact fractions. Results of plain arithmetic on numbers
-   are compared exactly. Other expressions, and equations, are compared at points that a hash of both texts draws, so
-   that no answer can be made to agree there and nowhere else (`simplify` and `solve`, which math-verify would call, may
-   take minutes). Tuples, sets and matrices are compared element by element, the rest (unions, inequalities) by
-   math-verify.
+   are compared exactly. Other expressions, and equations, are compared by their values at points that are drawn from a
+   hash of both texts, so an answer cannot be made to agree at these points only. (math-verify would call `simplify` and
+   `solve`, which may take minutes.) Tuples, sets and matrices are compared element by element; only the rest (unions,
+   inequalities) is compared by math-verify.
 
-math-verify's own time limits are off: they need `signal.alarm`, which stops no C code. The rules have a `budget.py`.
+math-verify's own time limits are off: they need `signal.alarm`, which does not stop C code. The rules have a limit of
+CPU time instead (`budget.py`).
 """
 
 import hashlib
@@ -44,16 +45,16 @@ _FREE = "qwzkvmnpusabcyxtr"  # letters other than constants, functions and diffe
 
 
 class AlgebraError(Exception):
-    """Error of SymPy or the parser, on answers such as `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
+    """SymPy or the parser failed, for example on `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
 
 
 def load_algebra() -> None:
-    """Import SymPy and build the parser's tables, which takes a second or two."""
+    """Import SymPy and build the parser's tables in advance, which takes one or two seconds."""
     equal("x+0.5", r"\frac{1}{2}+x")
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Return whether `answer`, any text, means the same as `truth`; both without `$` or a box around them.
+    """Return True if `answer` (any text) is mathematically equal to `truth`. Both are without `$` or a box around them.
 
     Raises:
         AlgebraError: algebra failed on one of the two.
@@ -67,7 +68,7 @@ def equal(truth: str, answer: str) -> bool:
 
 
 def _equal(right: str, given: str) -> bool:
-    """Compare as `equal` does, with tidied texts."""
+    """Compare two answers like `equal`. Both are normalised (`math_text.tidy`)."""
     if not given or not right:
         return False
     if right == given:
@@ -95,7 +96,8 @@ def _equal(right: str, given: str) -> bool:
 
 
 def _rounding(decimal: math_text.Number | None) -> Fraction:
-    """Return the error that a decimal of `PLACES` places or more may have compared with another number."""
+    """Return the allowed rounding error of a decimal: half of its last place, if it has at least `PLACES` places, else
+    0."""
     places = 0 if decimal is None else decimal.places or 0
     if decimal is None or places < PLACES or abs(decimal.value) < math_text.SMALL:
         return Fraction(0)
@@ -131,8 +133,11 @@ def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
 
 
 def _apart(truth: str, answer: str) -> tuple[str, str] | None:
-    """Replace capitals whose small letter also occurs in the texts by other letters: the parser takes both for one.
-    None if too few other letters are free."""
+    """Rename capital letters if the same small letter also occurs in the texts, since the parser does not tell them
+    apart.
+
+    Returns (truth, answer), or None if there are too few unused letters.
+    """
     used = {letter for text in (truth, answer) for letter in _LETTER.findall(text) if letter}
     capitals = sorted(letter for letter in used if letter.isupper() and letter.lower() in used)
     free = [letter for letter in _FREE if not used & {letter, letter.upper()}]
@@ -147,8 +152,8 @@ def _apart(truth: str, answer: str) -> tuple[str, str] | None:
 
 
 def _read(text: str) -> Any:
-    """Read a tidied answer as a SymPy object, or None; the ends of an interval are read one by one, which is
-    quicker."""
+    """Parse a normalised answer to a SymPy object; None if it cannot be read. The ends of an interval are parsed one by
+    one, which is faster."""
     from sympy import Expr, Interval
 
     listed = math_text.elements(text)
@@ -162,7 +167,7 @@ def _read(text: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Any:
-    """Parse a tidied answer to a SymPy object; None if math-verify cannot read it."""
+    """Parse a normalised answer to a SymPy object with math-verify; None if it cannot be read."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its alarms are off
@@ -172,7 +177,7 @@ def _parse(text: str) -> Any:
 
 
 def _with_fractions(parsed: Any) -> Any:
-    """Replace the object's decimals, which are read to as many digits as they have, by fractions."""
+    """Replace the decimals in a SymPy object by exact fractions."""
     from sympy import Float, Rational
 
     if not hasattr(parsed, "atoms"):
@@ -181,11 +186,11 @@ def _with_fractions(parsed: Any) -> Any:
 
 
 class _Comparison:
-    """The comparison of two parsed texts.
+    """Compares two SymPy objects.
 
     Args:
-        seed: seed of the points.
-        rounding: error that equal numbers may have.
+        seed: seed of the points at which expressions are evaluated.
+        rounding: difference up to which numbers count as equal.
     """
 
     def __init__(self, seed: bytes, rounding: Fraction) -> None:
@@ -228,7 +233,7 @@ class _Comparison:
         return bool(verify(right, given, timeout_seconds=None))
 
     def _states(self, equation: Any) -> bool:
-        """Return whether an equation states the value of its right side, as `x=5`, `f(x)=2x` and `2+3=5` do."""
+        """Return True if the equation only names its right side (`x=5`, `f(x)=2x`), or is true (`2+3=5`)."""
         from latex2sympy2_extended import is_expr_of_only_symbols
 
         if equation.free_symbols:
@@ -257,7 +262,7 @@ class _Comparison:
         return False
 
     def _same_equation(self, right: Any, given: Any) -> bool:
-        """Return whether one equation is the other times a constant that is not 0."""
+        """Return True if one equation is the other one multiplied by a constant that is not 0."""
         symbols = right.free_symbols
         if symbols != given.free_symbols:
             return False
@@ -279,7 +284,7 @@ class _Comparison:
         return False
 
     def _points(self, symbols: Any) -> Iterator[dict[Any, Any]]:
-        """Yield values for the symbols, `TRIES` times."""
+        """Yield `TRIES` points; each maps the symbols to values."""
         from sympy import Float
 
         names = sorted(symbols, key=str)
@@ -303,7 +308,7 @@ def _float(number: Fraction | str) -> Any:
 
 
 def _exact(expression: Any) -> Fraction | None:
-    """Compute the value if the four operations and whole powers make the expression a rational number; else None."""
+    """Compute an expression of rational numbers with the four operations and whole powers exactly; None for others."""
     if expression.is_Rational:
         return Fraction(int(expression.p), int(expression.q))
     if not (expression.is_Add or expression.is_Mul or expression.is_Pow):
@@ -322,7 +327,7 @@ def _exact(expression: Any) -> Fraction | None:
 
 
 def _evaluated(expression: Any, values: dict[Any, Any]) -> tuple[Any, Any] | None:
-    """Compute real and imaginary part of an expression at a point; None without a finite value, as at a pole."""
+    """Return (real part, imaginary part) of an expression at the point `values`; None if it is not finite there."""
     parts = expression.evalf(DIGITS, subs=values, maxn=4 * DIGITS).as_real_imag()
     return parts if all(part.is_Float or part.is_Integer for part in parts) else None
 

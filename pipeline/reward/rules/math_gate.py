@@ -1,7 +1,7 @@
-"""The gate to the LaTeX parser and computer algebra, which admits only small answers of known commands.
+"""Decide which answers may be given to the LaTeX parser and to computer algebra: only small ones of known commands.
 
-The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}` digit by digit. So
-length, nesting, powers, functions and factorials are bounded by reading the text, in linear time.
+The parser's time doubles with each level of brackets or indices, and algebra computes `9^{9^9}` digit by digit. So
+length, nesting, powers, functions and factorials are limited on the text, in linear time.
 """
 
 import re
@@ -41,7 +41,8 @@ _LETTERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{[^{}]*\}|\\[a-zA-Z]+|([
 
 
 def admitted(text: str) -> bool:
-    """Return whether a tidied answer may be parsed: bounded in size, made of known commands, and cheap to evaluate."""
+    """Return True if a normalised answer may be parsed: it is short, has only known commands, and is cheap to
+    evaluate."""
     if len(text) > MAX_LENGTH or not text.isascii() or not _ALLOWED.fullmatch(text):
         return False
     commands = _COMMAND.findall(text)

@@ -1,5 +1,4 @@
-"""The reader of mathematical answers as text: tidied LaTeX, plain numbers, plain words and lists, each in linear
-time."""
+"""Normalise the LaTeX text of mathematical answers, and read numbers, words and lists from it, in linear time."""
 
 import re
 from dataclasses import dataclass
@@ -59,16 +58,17 @@ _IN_BASE = re.compile(r"\(?(?=[A-Fa-f.]{0,99}[0-9])([0-9A-Fa-f.]{1,100})\)?_\{?\
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number, and its number of decimal places as written (None: no decimal point)."""
+    """An exact number. `places` is the number of decimal places in its text; None without a decimal point."""
 
     value: Fraction
     places: int | None
 
 
 def tidy(answer: str) -> str:
-    """Remove neutral parts of the answer (spacing, signs of money and percent, units after a number).
+    """Normalise an answer: remove spacing commands, currency and percent signs and units after a number, and write
+    equal LaTeX forms in one way.
 
-    Blanks stay only between two things that would run together.
+    Spaces are kept only between characters that would otherwise run together.
     """
     text = _GONE.sub(" ", _THOUSANDS.sub(_digits, answer.translate(_UNICODE))).replace("{,}", ",").strip()
     text = _PRIME.sub("'", text)
@@ -100,7 +100,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _is_unit(text: str) -> bool:
-    """Return whether a text after a number leaves it unchanged."""
+    """Return True if `text` after a number is a unit, which does not change the number."""
     return _UNIT_TEXT.fullmatch(text) is not None and not any(
         quantity.changes(word) or _FORMULA.fullmatch(word) for word in re.findall(r"[A-Za-z]+", text)
     )
@@ -111,7 +111,7 @@ def _squeezed(text: str) -> str:
 
 
 def words(answer: str) -> str | None:
-    r"""Return the words of a tidied answer, without brackets and letter case, or None if it is not only words.
+    r"""Return the words of a normalised answer, in the form of `letters`; None if it is not only words.
 
     Words are text in a `\text{...}`, one capital letter, a capitalised word, and true, false, yes and no.
     """
@@ -123,29 +123,29 @@ def words(answer: str) -> str | None:
 
 
 def letters(answer: str) -> str:
-    """Return the answer in the form of `words`, even if it is not words."""
+    """Remove brackets, spaces and full stops from an answer, and convert it to lower case (not a single letter)."""
     text = re.sub(r"[(){}\s.]", "", _TEXT.sub(r"\1", answer))
     return text if len(text) == 1 else text.casefold()
 
 
 def in_base(answer: str) -> tuple[str, str]:
-    """Return digits and base of a tidied number such as `2012_7`; the base is "" if the answer states none."""
+    """Return (digits, base) of a normalised number such as `2012_7`; the base is "" if the answer has none."""
     match = _IN_BASE.fullmatch(answer)
     digits, base = (answer, "") if match is None else (match[1], match[2])
     return digits.lstrip("0").casefold(), base.lstrip("0")
 
 
 def assigned(answer: str) -> tuple[str, str]:
-    """Return name and value of a tidied `x=5`; the name is "" if the answer has another form."""
+    """Return (name, value) of a normalised answer such as `x=5`; ("", answer) if it has another form."""
     match = _ASSIGNED.fullmatch(answer)
     return ("", answer) if match is None else (match[1].strip(), match[2].strip())
 
 
 def elements(answer: str) -> tuple[str, list[str]] | None:
-    r"""Return brackets and elements of a tidied answer that lists several, or None if it is a single thing.
+    r"""Return (brackets, elements) of a normalised answer with several elements; None for a single element.
 
     The brackets are `()`, `[)` and the like for tuples and intervals, `{}` for sets and for lists without brackets, and
-    `cup` for a union. Brackets inside are left unchanged; `[` may end with `)`.
+    `cup` for a union. The elements may hold brackets themselves; `[` may end with `)`.
     """
     united = _split(answer, ("cup",))
     if united is None or len(united) > 1:
@@ -162,7 +162,7 @@ def elements(answer: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str] | None:
-    """Split a text at separators outside of brackets; None if brackets are not in pairs."""
+    """Split a text at separators outside of brackets; None if brackets do not match."""
     parts = []
     depth = start = 0
     for match in _TOKEN.finditer(text):
@@ -180,9 +180,9 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str] | None:
 
 
 def number(answer: str) -> Number | None:
-    r"""Read a tidied answer as a number: an integer, a decimal, `a/b`, `\frac{a}{b}`, mixed, or `a \times 10^b`.
+    r"""Read a normalised answer as a number: an integer, a decimal, `a/b`, `\frac{a}{b}`, mixed, or `a \times 10^b`.
 
-    None if it is anything else, or divides by zero.
+    None if the answer is anything else, or divides by zero.
     """
     match = _NUMBER.fullmatch(answer)
     if match is None:
@@ -200,7 +200,8 @@ def number(answer: str) -> Number | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Return whether two numbers are equal; a decimal of six places or more also equals its unrounded fraction."""
+    """Return True if two numbers are equal. A decimal with six places or more also equals the fraction that it
+    rounds."""
     if a.value == b.value:
         return True
     if (a.places is None) == (b.places is None) or abs(a.value) < SMALL:

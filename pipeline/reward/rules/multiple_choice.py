@@ -1,10 +1,10 @@
-r"""Reward of a multiple-choice answer: 1.0 for the right letter, 0.0 for any other or none.
+r"""Reward for multiple-choice questions: 1.0 for the right letter, 0.0 for another letter or none.
 
-The first of these places that a response has decides, so that a letter in passing ("A dog ...") is not an answer: the
-last closed `<answer>`, the last box, the text after the last "answer is" or "answer:", the last line that is only a
-letter, and a letter that opens the response (`B. He jumps`). The letter may be in brackets or between asterisks, and
-`\text{B}` is B. A place that names a second letter as a choice (`A or B`, `A/B`, `(A), (B)`, `A. He B. She`) chooses
-none.
+The letter is read from the first of these that the response has: the last closed `<answer>`, the last `\boxed{...}`,
+the text after the last "answer is" or "answer:", the last line with only a letter, the beginning of the response
+(`B. He jumps`). So a letter elsewhere ("A dog ...") is not an answer. The letter may be in brackets or between
+asterisks, and `\text{B}` is B. If a second letter is named there (`A or B`, `A/B`, `(A), (B)`, `A. He B. She`), the
+response has no answer.
 """
 
 import re
@@ -32,7 +32,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}")
 
 
 def extract_letter(solution_str: str) -> str:
-    """Return the letter that a response chooses, a capital, or "" if it chooses none."""
+    """Return the letter that a response chooses, as a capital; "" if it chooses none."""
     for marked in (extract_answer(solution_str), last_boxed(solution_str)):
         if marked is not None:
             text = _TEXT.sub(r"\1", marked[:WINDOW])
@@ -50,7 +50,7 @@ def extract_letter(solution_str: str) -> str:
 
 
 def _opening(text: str, end: int) -> str:
-    """Return the letter that opens a text, or "" without one or if a second one is named before `end`."""
+    """Return the letter at the beginning of `text`; "" without a letter, or if a second one is named before `end`."""
     match = _OPENING.match(text)
     if match is None or _SECOND.match(text, match.end(1), end) or _MARKED.search(text, match.end(), end):
         return ""
@@ -61,7 +61,8 @@ def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
     """Score a response to a question with lettered choices.
 
     Args:
-        ground_truth: index of the right choice, from 0, as a number or as text, or its letter.
+        solution_str: the response, any text.
+        ground_truth: index of the right choice, from 0, as a number or as text; or its letter.
 
     Raises:
         ValueError: `ground_truth` is neither an index nor a letter.

@@ -1,4 +1,4 @@
-"""The effect of the text after a number: a unit leaves the number unchanged, `million` changes it."""
+"""Decide whether the text after a number changes it: a unit does not, `million` does."""
 
 import re
 import unicodedata
@@ -27,18 +27,19 @@ CHANGES = _words("point squared cubed factorial")
 OPERATIONS = CHANGES | _words(
     "or v vs versus plus minus over divided multiplied raised doubled tripled halved mod modulo"
 )
-"""Words right after a number that continue a formula."""
+"""Words that, right after a number, continue a formula."""
 _LETTERS = _words("k K M B mil mn bn mln bln pi x y z n")
 """Abbreviations of scales, and letters that stand for numbers."""
 _SIGNS = frozenset("\u2030\u2031\u03c0")  # per mille, per ten thousand, pi
 _JOINING = _words("and a an one")
 _SHARED = _words("third fourth fifth sixth seventh eighth ninth tenth")
-"""Parts that are adjectives as well, unless a joining word precedes them: `42 third graders`."""
+"""Words for fractions that may also be ordinals, as in `42 third graders`; they count as fractions only after a joining
+word (`and`, `a`)."""
 _GLUED = _words(
     "mm cm dm m km mi in ft yd feet foot inch inches mg g kg lb lbs oz ml mL cl dl l L s sec secs min mins h hr hrs "
     "day days am pm AM PM mph kph kmh cent cents c C F st nd rd th"
 )
-"""Units that may follow a number without a blank."""
+"""Units that may follow a number without a space."""
 
 LONGEST = 200  # characters after a number that are looked at in running text
 
@@ -51,19 +52,19 @@ _FORMULA = re.compile(r"\A\s{0,9}!|[=^+~\u00b1\u00d7\u00f7\u221a\u221e\u2248]|\\
 
 
 def without_exponents(text: str) -> str:
-    """Replace `cm^2` by `cm` and remove `^\\circ`: such an exponent is not a number."""
+    """Remove exponents that belong to units: `cm^2` becomes `cm`, and `^\\circ` is removed."""
     return _EXPONENT.sub(r"\1", text)
 
 
 def changes(word: str) -> bool:
-    """Return whether a word after a number cannot be part of a unit: the word of a number or of an operation."""
+    """Return True if a word after a number changes it: the word stands for a number or an operation."""
     return word in _LETTERS or word.casefold() in SCALES | PARTS | NUMBERS | OPERATIONS
 
 
 def goes_on(behind: str) -> bool:
-    """Return whether the text right after a number changes it: `k`, ` million`, ` and a half`, `^2`.
+    """Return True if the text right after a number changes it: `k`, ` million`, ` and a half`, `^2`.
 
-    Latin letters that follow without a blank must be a unit of a list (`42km`).
+    Latin letters that follow without a space change it unless they are a known unit (`42km`).
     """
     if any(map(is_numeric, behind[:1])) or behind[:1] in _SIGNS or _POWER.match(behind):
         return True
@@ -77,7 +78,10 @@ def goes_on(behind: str) -> bool:
 
 
 def goes_on_in_line(behind: str) -> bool:
-    """Return the same for a number that fills its line: no operator, digit or word of a number may follow at all."""
+    """Return True if the rest of the line after a number changes the number.
+
+    This is stricter than `goes_on`: an operator, a digit or a number as a word anywhere in the line counts too.
+    """
     return (
         goes_on(behind)
         or any(map(is_numeric, behind))
@@ -88,17 +92,17 @@ def goes_on_in_line(behind: str) -> bool:
 
 
 def _counts(word: str) -> bool:
-    """Return whether a word is a number of two words with a hyphen, as `forty-two`."""
+    """Return True if a word is a number with a hyphen, such as `forty-two`."""
     tens, hyphen, ones = word.casefold().partition("-")
     return hyphen != "" and tens in NUMBERS and ones in NUMBERS | {"one"}
 
 
 def _next_words(behind: str) -> list[str]:
-    """Return the first words after a number, if only blanks and closing marks precede them."""
+    """Return the first words after a number; empty if other characters than spaces and closing marks precede them."""
     phrase = _PHRASE.match(behind)
     return _WORD.findall(phrase[1]) if phrase is not None else []
 
 
 def is_numeric(character: str) -> bool:
-    """Return whether a character of any script is a number: a digit, `\u00bd`, `\u00b2`, `\u4e07`."""
+    """Return True if a character of any script is a number: a digit, `\u00bd`, `\u00b2`, `\u4e07`."""
     return unicodedata.numeric(character, None) is not None

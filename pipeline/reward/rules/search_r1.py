@@ -1,8 +1,8 @@
-"""Reward of a Search-R1 answer: 1.0 for an exact match with one of the right answers, 0.0 for any other or none.
+"""Reward for Search-R1: 1.0 for an exact match with one of the right answers, 0.0 for another answer or none.
 
-The answer is the last `<answer>` that is closed. Both sides are compared in lower case, without punctuation, articles
-and surplus blanks, as in SQuAD; but signs of numbers and marks between digits count: `4.2` and `-42` are not `42`. A
-response with more than `MAX_TAGS` answer tags gets a quarter of the score: it lists guesses.
+The answer is the text in the last closed `<answer>`. Answers are compared in lower case, without punctuation, articles
+and extra spaces, as in SQuAD. But signs of numbers and marks between digits count: `4.2` and `-42` are not `42`. A
+response with more than `MAX_TAGS` answer tags lists guesses, and gets a quarter of the score.
 """
 
 import re
@@ -27,7 +27,7 @@ _WITHIN = re.compile(rf"(?<=\d)[{re.escape(string.punctuation)}]+(?=\d)")
 
 
 def normalize(text: str) -> str:
-    """Convert text to lower case, without ASCII punctuation, English articles and surplus blanks.
+    """Convert text to lower case, without ASCII punctuation, English articles and extra spaces.
 
     `1,000` is `1000`, `.5` is `0.5`; other punctuation between digits separates them, and a minus before a number
     becomes a word.
@@ -39,9 +39,10 @@ def normalize(text: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | str) -> dict[str, Any]:
-    """Score a response, any text, to a question.
+    """Score a response to a question.
 
     Args:
+        solution_str: the response, any text.
         ground_truth: `{"target": answer or list of answers}`, or only the answer or the list.
 
     Raises:

@@ -1,2 +1,1 @@
-"""The sandbox: it runs the code of a response isolated from everything else, and scores it by tests
-(`rule.compute_score`)."""
+"""The sandbox: runs the code in a response isolated from the machine, and scores it by tests (`rule.compute_score`)."""

@@ -1,4 +1,4 @@
-"""The extraction of the program from a response."""
+"""Extract the program from a response."""
 
 import re
 
@@ -10,9 +10,10 @@ _OPEN, _CLOSE = "<code>", "</code>"
 
 
 def extract_code(response: str) -> str | None:
-    """Return the last ```python block; without one, the last closed `<code>`; else the last block without a language.
+    """Return the program in a response; None without a program. Takes linear time.
 
-    A ```python block that is not closed extends to the end. None without a program. In linear time.
+    The program is the last ```python block (which may be left open at the end of the response); else the text in the
+    last closed `<code>`; else the last block without a language.
     """
     blocks: list[tuple[str, str]] = []
     language, start, end = None, 0, 0
@@ -41,7 +42,7 @@ def extract_code(response: str) -> str | None:
 
 
 def _fence(line: str) -> str | None:
-    """Return the language that a block's opening or closing line names, "" without a name; None for any other line."""
+    """Return the language that a line with ``` names, or "" without a name; None for any other line."""
     text = line.removesuffix("\r").strip(" \t")
     if not text.startswith("```"):
         return None

@@ -1,7 +1,7 @@
-"""A program's answers to the calls of a test, as plain data.
+"""Read the return values of a program's functions, for the calls of a test, as plain data.
 
-The program makes the text, which may be longer, deeper or stranger than JSON has to be. Reading it costs at most as
-much as a right answer of `most` bytes.
+The text comes from the program under test, so it may be hostile: very long, deeply nested or invalid JSON. Only its
+first `most` bytes are read, so reading it costs no more than a right result of that size.
 """
 
 import json
@@ -12,27 +12,32 @@ from pipeline.reward.sandbox.outcome import MAX_REASON, ProgramRun
 
 
 class NoValue(Exception):
-    """Error of a call without a value. The message is the reason in a few words."""
+    """Error for a call without a return value. The message is the reason in a few words."""
 
 
 class Answers:
-    """Values by the number of their call."""
+    """Return values by the number of the call, from 0."""
 
     def __init__(self, outcome: ProgramRun, most: int) -> None:
-        """Split the program's result; `most` bounds the bytes of all answers together."""
+        """Split the output of a run into the results of calls.
+
+        Args:
+            outcome: the run of the program.
+            most: maximum number of bytes that are read, for all calls together.
+        """
         self._lines = outcome.result[:most].split(b"\n")
         self._cut = len(outcome.result) > most
         self._why = outcome.failure or "the program ended before it had answered"
         self._known: dict[int, Any] = {}
 
     def __getitem__(self, number: int) -> Any:
-        """Return the value of a call. Raises `NoValue` if it has none."""
+        """Return the return value of call `number`. Raises `NoValue` if the call has none."""
         if number not in self._known:
             self._known[number] = self._read(number)
         return self._known[number]
 
     def _read(self, number: int) -> Any:
-        # The text after the last line end is empty, or an unfinished answer.
+        # The text after the last line end is empty, or an incomplete result.
         if number >= len(self._lines) - 1:
             raise NoValue("an answer that is longer than any right one" if self._cut else self._why)
         try:

@@ -1,4 +1,4 @@
-"""Forms of Python that no assertion may have, by their names."""
+"""Names of the forms of Python that assertions must not use, and the error that refuses them."""
 
 import ast
 
@@ -36,15 +36,15 @@ SIGNS: dict[type[ast.AST], str] = {
 
 
 class Refused(ValueError):
-    """A piece of Python whose assertions cannot be judged."""
+    """Error for Python code with assertions that cannot be judged without running it."""
 
     def __init__(self, form: str, node: ast.AST | None = None, detail: str = "") -> None:
         """Store the reason.
 
         Args:
-            form: the form that cannot be judged, in a few words, by which rows are counted.
-            node: its place.
-            detail: further text on it.
+            form: the form of Python that cannot be judged, in a few words. Rows are counted by it.
+            node: the code in this form, for the message.
+            detail: further text for the message.
         """
         where = f" in `{shown(node)}`" if node is not None else ""
         super().__init__(form + where + detail)
@@ -52,13 +52,13 @@ class Refused(ValueError):
 
 
 def shown(node: ast.AST) -> str:
-    """Format a node as a line of bounded length."""
+    """Return the code of a node as one line of at most 100 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def form_of(node: ast.AST) -> str:
-    """Return the name of a node's form, in a few words."""
+    """Return the form of Python that `node` has, in a few words: `a lambda`, `an f-string`."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return f"the statement `{name}(...)`"

@@ -1,11 +1,12 @@
-"""The assertions that can be judged: calls of the program's functions with literals, and operations on the results.
+"""Read assertions (Python code with `assert`) without running them.
 
-Reading a piece of Python gives the calls that the program has to make, in their order, and claims about their results.
-A claim is decided here, on plain data, by `operations.py`. Nothing is executed, and the program learns only the
-arguments of its calls. All other forms of Python are refused by name.
+Assertions may call functions of the program under test with literals, and compare or compute with the results. Reading
+them gives the calls to make, in order, and claims about their results. The program makes only the calls; claims are
+decided outside of its process, on plain data (`operations.py`), so the program never sees an expected value. All other
+forms of Python are refused by name.
 
-`and`, `or` and chained comparisons stop as in Python. A call after the stop has been made nevertheless, so that the
-program cannot see from its next call whether an answer was right. Its answer, or error, does not count.
+`and`, `or` and chained comparisons stop as in Python. The calls after the stop are made nevertheless, so that the
+program cannot find out from the next call whether a result was right; their results and errors do not count.
 """
 
 import ast
@@ -31,26 +32,26 @@ _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*")
 _PLAIN = (str, bytes, list, tuple, set, dict, int, float, complex)
 
 Target = str | list[Any]
-"""The target of a call, as in `inside/driver.py`."""
+"""Function to call: its name, or [number of an earlier call, method of the result] (see `inside/driver.py`)."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an expression."""
+    """An expression of an assertion. `of` computes its value from the results of the program's calls."""
 
     of: Callable[[Answers], Any]
     constant: bool = False
-    """True if it is the same for all programs."""
+    """True if the value does not depend on the program."""
 
 
 @dataclass(frozen=True)
 class Assertions:
-    """A piece of Python with assertions."""
+    """The content of Python code with assertions."""
 
     calls: tuple[str, ...]
-    """Calls that the program has to make, in the form that `inside/driver.py` reads."""
+    """Calls of the program's functions, in order, each as a line of JSON for `inside/driver.py`."""
     claims: tuple[tuple[Part, str], ...]
-    """Conditions that must be true, each with its message."""
+    """Conditions that must be true, each with the message of its assertion."""
 
     def failure(self, answers: Answers) -> str:
         """Return the reason why the program fails, in a few words; "" if all claims hold."""
@@ -66,10 +67,10 @@ class Assertions:
 
 
 def read(source: str) -> Assertions:
-    """Read the assertions of a piece of Python.
+    """Read Python code with assertions.
 
     Raises:
-        Refused: it holds something that cannot be judged, or nothing that could fail.
+        Refused: the code has a form that cannot be judged, or no assertion that calls the program.
     """
     try:
         tree = ast.parse(source)
@@ -91,7 +92,7 @@ def read(source: str) -> Assertions:
 
 
 class _Reader:
-    """The reader of statements in order, which collects calls and claims."""
+    """Reads statements in order, and collects calls and claims."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.calls: list[str] = []
@@ -99,16 +100,16 @@ class _Reader:
         self.functions: dict[str, ast.FunctionDef] = {}
         self.entered: set[str] = set()
         self.imported: dict[str, str] = {MATH: MATH, "isclose": f"{MATH}.isclose"}
-        """Names that imports define, with their full names."""
+        """Names that imports define, to their full dotted names."""
         self.bound: dict[str, Target] = {}
-        """Parameters of the function in progress."""
+        """Parameters of the function that is being read, to the functions of the program that they stand for."""
         nodes = list(ast.walk(tree))
         self.loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         called -= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
         called -= {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | {MATH, "isclose"}
         defined = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        # A task may require a function with the name of one of Python's.
+        # A task may require a function with the name of a built-in function.
         self.theirs = called if len(called) == 1 and not called & defined else set()
 
     # Statements
@@ -136,7 +137,8 @@ class _Reader:
                 raise Refused(form_of(node), node)
 
     def enter(self, name: str, argument: ast.expr) -> None:
-        """Read the body of a function whose parameter is a function of the program."""
+        """Read the body of the function `name` (such as HumanEval's `check`), which is called with a function of the
+        program."""
         function, before = self.functions[name], self.bound
         match argument:
             case ast.Name(given) if given not in self.imported:
@@ -154,7 +156,7 @@ class _Reader:
     # Expressions
 
     def truth(self, node: ast.expr) -> Part:
-        """Read an expression for its truth value."""
+        """Read an expression that is used as a condition."""
         value = self.value(node)
         match node:
             case ast.Tuple([_, *_]) | ast.List([_, *_]) | ast.Set() | ast.Dict([_, *_]):
@@ -203,7 +205,7 @@ class _Reader:
         raise Refused(form_of(node), node)
 
     def made(self, node: ast.expr, function: Callable[..., Any], *parts: Part) -> Part:
-        """Apply `function` to the parts; at once, if they are constants."""
+        """Return `function` applied to the parts. It is computed at once if all of them are constants."""
         if not all(part.constant for part in parts):
             return Part(lambda answers: function(*(part.of(answers) for part in parts)))
         try:
@@ -213,7 +215,7 @@ class _Reader:
         return Part(lambda _: constant, True)
 
     def joined(self, every: bool, operands: list[ast.expr]) -> Part:
-        """Join operands by `and` (`every`) or `or`."""
+        """Return the operands joined by `and` if `every` is True, else by `or`."""
         parts = [self.truth(operand) for operand in operands]
 
         def join(answers: Answers) -> Any:
@@ -276,7 +278,7 @@ class _Reader:
     # Calls of the program
 
     def call(self, target: Target, node: ast.Call) -> int:
-        """Collect a call of the program; returns its number."""
+        """Add a call of the program's function `target`. Returns the number of the call."""
         given: list[Any] = ["l"]
         for argument in node.args:
             if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.List | ast.Tuple):
@@ -290,7 +292,8 @@ class _Reader:
         return len(self.calls) - 1
 
     def argument(self, node: ast.expr) -> Any:
-        """Pack an argument; the result of an inner call of the program is passed on inside of its process."""
+        """Convert an argument of a call to JSON data. If it is a call of the program itself, the data refers to the
+        result of that call, which does not leave the program's process."""
         if isinstance(node, ast.Call) and self.is_call(node):
             target = self.target(node.func)
             assert not isinstance(target, tuple)
@@ -308,7 +311,7 @@ class _Reader:
             raise Refused(f"an argument with {error}", node) from error
 
     def is_call(self, node: ast.AST) -> bool:
-        """Return whether the node is a call of the program."""
+        """Return True if the node is a call of a function of the program."""
         match node:
             case ast.Call(ast.Name(name)):
                 return name in self.bound or not isinstance(self.target(node.func), tuple)
@@ -317,8 +320,8 @@ class _Reader:
         return False
 
     def target(self, node: ast.expr) -> Target | tuple[str, Callable[..., Any], tuple[str, ...]]:
-        """Return the target of a call: a function of the program; or a function of assertions, with its name and
-        keywords."""
+        """Return the function that a call calls: a `Target` if the program defines it; else (name, function, keywords)
+        of one of `FUNCTIONS`."""
         match node:
             case ast.Name(name) if name in self.bound:
                 return self.bound[name]
@@ -345,7 +348,7 @@ class _Reader:
         raise Refused("a call of something other than a name", node)
 
     def imported_name(self, node: ast.expr) -> str:
-        """Return the dotted name of something imported; "" for anything else."""
+        """Return the dotted name of an imported name or attribute; "" for others."""
         match node:
             case ast.Name(name):
                 return self.imported.get(name, "")
@@ -355,7 +358,7 @@ class _Reader:
 
 
 class _NoAnswers(Answers):
-    """The answers for constants, which need none."""
+    """Stands for the results of calls when constants are computed, which use none."""
 
     def __init__(self) -> None:
         pass
@@ -365,7 +368,7 @@ _NO_ANSWERS = _NoAnswers()
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, which may be long; None for anything else."""
+    """Return the value of a literal list, tuple or dict, which may be long; None for other expressions."""
     # `literal_eval` takes the empty set for a literal as well, but its call may be the program's.
     if not isinstance(node, ast.List | ast.Tuple | ast.Dict):
         return None
@@ -376,7 +379,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name that a call calls."""
+    """Return the name of the function that a call calls; "" if it is not a plain name."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 

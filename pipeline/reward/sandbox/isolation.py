@@ -1,4 +1,4 @@
-"""The parts of a sandbox: the command that starts it, the folders visible inside, and its job."""
+"""Prepare a sandbox: the command that starts it, the folders that are visible inside, and the job (its settings)."""
 
 import os
 import sys
@@ -14,21 +14,22 @@ START = f"import sys; sys.path.append({str(PACKAGE)!r}); from inside.supervisor 
 
 
 class SandboxError(Exception):
-    """Error of the sandbox itself, not of the code in it. The reward is unknown."""
+    """The sandbox itself failed, not the code in it, so the reward is not known."""
 
 
 def interpreter() -> str:
-    """Return the path of the Python that runs the code: this process's, outside of any virtual environment."""
+    """Return the path of the Python interpreter for the code: the one of this process, outside of virtual
+    environments."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def command(job: int) -> list[str]:
-    """Return the command line of the supervisor; its job is in the file descriptor `job`."""
+    """Return the command line of the supervisor, which reads its job from the file descriptor `job`."""
     return [interpreter(), "-I", "-S", "-c", f"{START}main({job})"]
 
 
 def packages(config: SandboxConfig) -> list[tuple[str, str]]:
-    """Return the folders (outside, inside) of installed packages that the code may import from."""
+    """Return the folders of installed packages that the code may import, as (path outside, path inside)."""
     if not config.packages:
         return []
     paths = dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
@@ -37,8 +38,8 @@ def packages(config: SandboxConfig) -> list[tuple[str, str]]:
 
 
 def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
-    """Return the folders (outside, inside) to show in addition to the system's: Python, its packages, and this
-    package's inner part."""
+    """Return the folders to show inside in addition to the system's, as (path outside, path inside): Python, installed
+    packages, and the code in `inside/`."""
     shown = [(str(PACKAGE / "inside"), f"{namespaces.HERE}/inside"), *packages(config)]
     for path in (os.path.realpath(sys.base_prefix), os.path.dirname(interpreter())):
         above = [*namespaces.SYSTEM, *(target for _, target in shown)]
@@ -48,11 +49,14 @@ def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
 
 
 def job(code: str, tests: list[dict[str, Any]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
-    """Return the supervisor's job.
+    """Return the job of the supervisor, as JSON data.
 
     Args:
-        work: the folder of a program without isolation; "" for namespaces.
-        streams: file descriptors for stdout, stderr and the result of a test.
+        code: the program.
+        tests: the tests, see `runner.run_tests`.
+        work: work folder with `isolation=none`; "" with namespaces.
+        streams: file descriptors for stdout, stderr and the results of calls.
+        config: the section `reward.sandbox`.
     """
     bare = bool(work)
     return {

@@ -1,6 +1,6 @@
-"""The operations of assertions on plain data, each within bounds that no value of a program can exceed.
+"""Operations that assertions may use on results of a program, with limits on the size of values.
 
-The values are exact built-in types (`inside/values.py`), so Python's own comparison decides, and calls nothing of the
+The values are exact built-in types (`inside/values.py`), so Python's own comparison decides without running code of the
 program: 1 equals True and 1.0, -0.0 equals 0, and nan equals nothing.
 """
 
@@ -17,7 +17,7 @@ MAX_ITEMS = 1 << 20  # of a sequence that is repeated
 MAX_SHORT = 64  # characters of a text in it
 
 ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
-"""Exceptions of an operation for values that it does not fit."""
+"""Exceptions that an operation may raise for wrong values."""
 
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -34,7 +34,7 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def number(value: Any) -> Any:
-    """Return `value`, a number to calculate with. Raises `ERRORS` if it is not a number, or too large."""
+    """Return `value`. Raises one of `ERRORS` if it is not a number, or has more than `MAX_BITS` bits."""
     if not isinstance(value, int | float | complex):
         raise TypeError(f"a number is needed, not a {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -130,7 +130,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "bool": (bool, ()),
     "isclose": (math.isclose, ("rel_tol", "abs_tol")),
 }
-"""Functions of assertions, and the keyword arguments that a call of each may have."""
+"""Functions that assertions may call, by name: (function, keyword arguments that are allowed)."""
 
 CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau, "inf": math.inf, "nan": math.nan}
 """Constants of the module `math`."""

@@ -1,4 +1,4 @@
-"""The outcome of one run of a program in a sandbox."""
+"""Result of one run of a program in a sandbox."""
 
 import signal
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ class ProgramRun:
     ended: str
     """`exit`, or the limit that ended the program: `time`, `output`, `memory`, `processes`."""
     returncode: int | None = None
-    """Exit status, negative for a signal; None if the program did not end by itself."""
+    """Exit code, or the negative number of the signal that ended the program; None if the sandbox killed it."""
     stdout: str = ""
     stderr: str = ""
-    """Output, up to `output_kb`; bytes that are not UTF-8 are replaced."""
+    """Text that the program wrote to stdout and to stderr, each cut to `output_kb` KiB. Bytes that are not UTF-8 are
+    replaced."""
     seconds: float = 0.0
     """Wall-clock time in seconds."""
     result: bytes = b""
-    """Answers of calls, a line of JSON for each (`inside/driver.py`). They come from the program's process and may be
-    any bytes."""
+    """Results of calls, one line of JSON per call (`inside/driver.py`). The program's process writes them, so they may
+    be any bytes."""
 
     @property
     def failure(self) -> str:
-        """Reason for an end before the program was done, in a few words; "" without one."""
+        """Reason why the program failed (a limit, a signal or an exit code), in a few words; "" if it did not fail."""
         if self.ended in LIMITS:
             return LIMITS[self.ended]
         if self.returncode is None or self.returncode == 0:

@@ -1,4 +1,4 @@
-"""The resources that processes use, read from `/proc`."""
+"""Read the memory and the threads of processes from `/proc`."""
 
 import contextlib
 import os
@@ -7,8 +7,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Return the bytes of resident memory, and the bytes of it that belong to files (mapped weights, libraries) or are
-    shared."""
+    """Return (bytes of resident memory of a process, bytes of these that are mapped files or shared)."""
     with open(f"/proc/{pid}/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return resident * PAGE, shared * PAGE
@@ -24,7 +23,10 @@ def own_memory(pid: int) -> int:
 
 
 def usage(pid: int) -> tuple[int, int]:
-    """Count threads and bytes of resident memory of all processes below `pid`. Shared pages count for each process."""
+    """Return (number of threads, bytes of resident memory) of all descendants of process `pid`.
+
+    Shared pages count once for each process.
+    """
     threads = memory = 0
     waiting = [pid]
     while waiting:

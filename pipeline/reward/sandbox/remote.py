@@ -1,8 +1,9 @@
-"""The run of a program on a SandboxFusion server (`reward.sandbox.url`), one request for each test.
+"""Run a program on a SandboxFusion server (`reward.sandbox.url`), with one request per test.
 
-A failure of the server (no connection, an HTTP error, its status `SandboxError`) is tried again with growing pauses
-until `url_timeout_s` is over, and is then an error of the reward, never a 0. Calls are sent as a script that hands them
-to the same driver as in the local sandbox; both run as one user there. Expected outputs are not sent.
+If the server fails (no connection, an HTTP error, status `SandboxError`), the request is repeated with growing pauses
+until `url_timeout_s` is over. Then the row has an error, not a score of 0. Calls are sent as a script, which passes
+them to the same driver as in the local sandbox; script and program run as the same user there. Expected outputs are
+not sent.
 """
 
 import json
@@ -25,8 +26,8 @@ MAX_FAILURES = 3  # named in an error
 SERVER_S = 10.0  # that the server may take in addition to the program's time
 INNER = ("__init__.py", "values.py", "driver.py", "dialogue.py")
 
-# Writes the inner part and the program to a folder, starts the program in a process of its own, which does not know the
-# mark, removes itself, hands over the calls, removes the folder, and prints the mark followed by the answers.
+# Writes the files of `inside/` and the program to a folder, starts the program in its own process (without the mark),
+# removes the script's own file, sends the calls, removes the folder, and prints the mark and then the results.
 _SCRIPT = """\
 import json, os, shutil, subprocess, sys, tempfile
 job = json.loads({job!r})
@@ -60,10 +61,10 @@ print(job["mark"] + b"".join(answers).decode(errors="replace"))
 
 
 def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[ProgramRun, None, None]:
-    """Yield outcomes of the tests of one program, as `runner.run_tests` does.
+    """Yield one result per test of the program `code`, like `runner.run_tests`.
 
     Raises:
-        SandboxError: the server did not return all outcomes within `url_timeout_s`.
+        SandboxError: the server did not return all results within `url_timeout_s`.
     """
     # Only the programs' running time counts towards the time that all tests share, not the waiting for the server.
     left = config.total_timeout_s
@@ -90,7 +91,8 @@ def _with_driver(code: str, test: dict[str, Any], mark: str) -> str:
 
 
 def _checked(outcome: ProgramRun, mark: str, config: SandboxConfig) -> ProgramRun:
-    """Apply the limit on output to an outcome of the server, and extract the result that follows `mark`."""
+    """Apply the output limit to a run on the server, and move the results of calls, which follow `mark` in stdout, to
+    `result`."""
     if mark and mark in outcome.stdout and outcome.ended == "exit":
         return replace(outcome, result=outcome.stdout.rpartition(mark)[2].encode(errors="replace"))
     most = config.output_kb << 10
@@ -101,7 +103,19 @@ def _checked(outcome: ProgramRun, mark: str, config: SandboxConfig) -> ProgramRu
 def _ask(
     client: httpx.Client, code: str, stdin: str, limit: float, deadline: float, config: SandboxConfig
 ) -> ProgramRun:
-    """Run the program once on the server, with tries until it has an outcome or the time is over."""
+    """Run the program once on the server, and repeat the request after failures until `deadline`.
+
+    Args:
+        client: HTTP client.
+        code: the program.
+        stdin: its input.
+        limit: time limit of the program, in seconds.
+        deadline: time on the monotonic clock after which requests are not repeated.
+        config: the section `reward.sandbox`.
+
+    Raises:
+        SandboxError: the server did not run the program.
+    """
     request = {
         "code": code,
         "stdin": stdin,
@@ -135,7 +149,7 @@ def _ask(
 
 
 class _ServerFailure(Exception):
-    """Error of a server that did not run the program. If `final` is set, a retry would fail in the same way."""
+    """The server did not run the program. `final` is True if a further request would fail in the same way."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -143,7 +157,10 @@ class _ServerFailure(Exception):
 
 
 def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> ProgramRun:
-    """Send one request; raises `_ServerFailure` or `httpx.HTTPError` if it brings no outcome."""
+    """Send one request, and return the run of the program.
+
+    Raises `_ServerFailure` or `httpx.HTTPError` if the server did not run it.
+    """
     # JSON may write each character of stdout and stderr in six bytes.
     most = 2 * 6 * max(config.output_kb << 10, values.MAX_FRAME)
     ends = time.monotonic() + timeout

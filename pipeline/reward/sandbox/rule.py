@@ -1,8 +1,8 @@
-"""Reward of a program: the share of its tests that it passes, or 1.0 only for all of them.
+"""Reward for programs: the fraction of tests that pass, or 1.0 only if all pass (`reward.sandbox.score`).
 
-Failures of the program (a syntax error, a time limit, a crash) fail its test. Failures of the sandbox or the data raise
-an exception, so that the row counts as failed and not as 0. Tests that do not start in `total_timeout_s` have failed.
-The program never gets the expected output, so it can only compute it.
+If the program fails (a syntax error, a time limit, a crash), the test fails. If the sandbox fails, or the ground truth
+cannot be used, an exception is raised, so the row has an error and not a score of 0. Tests that have not started after
+`total_timeout_s` fail. The program never gets the expected outputs.
 """
 
 from contextlib import closing
@@ -16,9 +16,15 @@ MAX_REASON = 200  # characters
 
 
 def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -> dict[str, Any]:
-    """Score a response, any text, to a programming problem with the tests `ground_truth` (see `truth.read`).
+    """Score a response to a programming problem.
 
-    In addition to the parts of every rule: `passed` and `total` (tests) and `reason`, the first failure in a few words.
+    In addition to the parts of every rule, the result has `passed` and `total` (numbers of tests) and `reason`, the
+    first failure in a few words.
+
+    Args:
+        solution_str: the response, any text.
+        ground_truth: the tests, see `truth.read`.
+        config: the section `reward.sandbox`.
 
     Raises:
         ValueError: `ground_truth` cannot be used.

@@ -1,7 +1,7 @@
-"""The run of a program in a local sandbox: it watches the program from outside, and reads the outcome of each test.
+"""Run a program in a local sandbox: watch it from outside, and read the result of each test.
 
-The supervisor enforces the limits inside (`inside/supervisor.py`). This process also enforces the total memory, the
-number of processes and an overall deadline. When it ends, so does the sandbox.
+The supervisor inside the sandbox enforces most limits (`inside/supervisor.py`). This process enforces the limits of
+total memory and of the number of processes, and an overall deadline. If this process ends, the sandbox ends too.
 """
 
 import functools
@@ -36,23 +36,26 @@ def run(code: str, stdin: str, config: SandboxConfig) -> ProgramRun:
     """Run a Python program once, as a script.
 
     Raises:
-        SandboxError: the sandbox could not be started or did not do its work.
+        SandboxError: the sandbox could not be started, or failed.
     """
     with closing(run_tests(code, [{"kind": "script", "stdin": stdin}], config)) as outcomes:
         return next(outcomes, ProgramRun("time"))
 
 
 def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[ProgramRun, None, None]:
-    """Yield outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
+    """Yield the result of each test of one program, in order, as soon as it is known.
 
-    It ends early when `total_timeout_s` is over or the processes together pass a limit.
+    The iterator ends early if `total_timeout_s` is over or the processes together exceed a limit. Closing the iterator
+    ends the sandbox.
 
     Args:
-        tests: each with its `kind`, `script` or `calls`; its `stdin`; and its `calls`, each a line of JSON
-            (`inside/driver.py`).
+        code: the program.
+        tests: each with `kind` (`script` or `calls`), `stdin`, and for `calls` the list `calls`, each call a line of
+            JSON (`inside/driver.py`).
+        config: the section `reward.sandbox`.
 
     Raises:
-        SandboxError: as `run`.
+        SandboxError: the sandbox could not be started, or failed.
     """
     if config.url:
         # Imported here, because most runs need no HTTP client.
@@ -63,10 +66,10 @@ def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> 
 
 
 def resolve(config: SandboxConfig) -> str:
-    """Return the isolation in use: `namespaces` or `none`.
+    """Return the isolation that the setting stands for: `namespaces` or `none`.
 
     Raises:
-        SandboxError: it is `auto` and namespaces do not work.
+        SandboxError: the setting is `auto`, and namespaces do not work on this machine.
     """
     return _namespaces() if config.isolation == "auto" else config.isolation
 
@@ -133,11 +136,15 @@ def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfi
 
 
 class _Broken(Exception):
-    """Error of the supervisor: it did not run the tests."""
+    """The supervisor did not run the tests."""
 
 
 def _next_report(process: subprocess.Popen[bytes], deadline: float, config: SandboxConfig) -> dict[str, Any] | None:
-    """Wait for the end of the next test, and watch all processes meanwhile; None when the time of all tests is over."""
+    """Let the supervisor run the next test, and check memory and processes until it ends.
+
+    Returns fields of `ProgramRun`, or None if the time limit of all tests is over. `deadline` is a time on the
+    monotonic clock.
+    """
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     poll = select.poll()
@@ -160,7 +167,7 @@ def _next_report(process: subprocess.Popen[bytes], deadline: float, config: Sand
 
 
 def _end(process: subprocess.Popen[bytes], work: str) -> None:
-    """Let the supervisor kill its processes, and end."""
+    """Let the supervisor kill its processes and exit. `work` is the work folder with `isolation=none`, else ""."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""The tests of a programming problem: the reader of ground truths, and the judgement of outcomes."""
+"""Read the tests of a programming problem from its ground truth, and judge the results of test runs."""
 
 import json
 import math
@@ -24,19 +24,19 @@ WHERE = "reward_model.ground_truth of a code row"
 
 @dataclass(frozen=True)
 class Test:
-    """One test: its job in the sandbox (see `runner.run_tests`), and the expected output or result."""
+    """One test: its job in the sandbox (see `runner.run_tests`), and the expected result."""
 
     job: dict[str, Any]
     expected: Any
-    """The output or result, or the `Assertions`."""
+    """Expected output of a script, expected return value of a call, or `Assertions`."""
     most: int = 0
-    """Bytes of the answers to calls that are read."""
+    """Maximum number of bytes that are read of the results of calls."""
 
     def failure(self, outcome: ProgramRun) -> str:
-        """Return the reason why the outcome is wrong, in a few words; "" if it is right."""
+        """Return the reason why the run fails the test, in a few words; "" if it passes."""
         if self.job["kind"] == "script":
             return outcome.failure or ("" if same_text(outcome.stdout, self.expected) else "wrong answer")
-        # Answers from before the end of the time still count.
+        # Results from before the time limit still count.
         if outcome.ended in LIMITS and outcome.ended != "time":
             return outcome.failure
         if isinstance(self.expected, Assertions):
@@ -56,12 +56,13 @@ def read(ground_truth: Any) -> list[Test]:
     """Read the tests of a ground truth.
 
     Args:
-        ground_truth: as data or as JSON text, `{"inputs": [...], "outputs": [...]}` of standard input and output, the
-            same with `"fn_name"` of arguments and results, `{"assert_case": [...]}` (blank ones are left out; they take
-            the place of inputs and outputs), or a list of pieces of Python with asserts (`grammar.py`).
+        ground_truth: data or JSON text in one of these forms. `{"inputs": [...], "outputs": [...]}`: standard input and
+            output of each test. The same with `"fn_name"`: arguments and return values of this function.
+            `{"assert_case": [...]}` or a list: Python code with `assert` (`grammar.py`). If `assert_case` is there,
+            inputs and outputs are not used.
 
     Raises:
-        ValueError: it is none of these, or its asserts cannot be judged, with `Refused` as the cause.
+        ValueError: the ground truth has another form, or its assertions cannot be judged (the cause is `Refused`).
     """
     data = ground_truth
     if isinstance(data, str):
@@ -100,7 +101,7 @@ def read(ground_truth: Any) -> list[Test]:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Return whether two outputs have the same words on the same lines; empty lines at the end do not count.
+    """Return True if two outputs have the same words on the same lines; empty lines at the end do not count.
 
     Numbers with a decimal point or exponent may differ by `TOLERANCE`, which is absolute if a whole number is expected.
     """

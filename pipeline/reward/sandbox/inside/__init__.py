@@ -1,2 +1,2 @@
-"""The code that runs inside the sandbox: only the standard library, imported as a package of its own by `-I -S`
-Python."""
+"""Code that runs inside the sandbox. It uses only the standard library, and is imported as the package `inside` by
+Python with `-I -S`."""

@@ -1,8 +1,8 @@
-"""The calls of a test, sent to the program's process one at a time, and its answers.
+"""Send the calls of a test to the program's process one at a time, and collect the results.
 
-A call is sent when the one before has been answered. So a program knows no later call while it can still choose an
-answer, and the next call does not depend on any answer. Answers are lines, one for each call in order; they are not
-read here.
+A call is sent when the result of the one before has arrived. So a program does not know later calls while it chooses a
+result, and the calls do not depend on results. Results are lines, one per call in order; their content is not read
+here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ CHUNK = 1 << 16
 
 
 class Dialogue:
-    """The near ends of the two pipes between a program and its test."""
+    """This side of the two pipes to a program: calls go out, results come back."""
 
     def __init__(self, calls: Sequence[str], requests: int, replies: int, keep: Callable[[bytes], object]) -> None:
         """Store the calls and the ends of the pipes.
 
         Args:
-            calls: each as a line of JSON (see `driver.py`).
-            requests, replies: the file descriptors to write to and to read from.
-            keep: takes the answers, in pieces.
+            calls: the calls, each as a line of JSON (see `driver.py`).
+            requests, replies: file descriptors of the pipe to write calls to and of the pipe to read results from.
+            keep: function that gets the bytes of the results as they arrive.
         """
         self._calls, self._requests, self._replies, self._keep = calls, requests, replies, keep
         self._sent = self._answered = self._kept = 0
@@ -37,10 +37,10 @@ class Dialogue:
             os.set_blocking(fd, False)  # the program need not read, nor write
 
     def step(self, poll: select.poll) -> str:
-        """Read and send as much as is possible now, and register further waits with `poll`.
+        """Read and send as much as is possible now, and register the pipes to wait for with `poll`.
 
         Returns:
-            "exit" once every call is answered or the program answers no more, "output" if its answers are too long, and
+            "exit" if all results are there or the program has closed its pipe, "output" if the results are too long,
             else "".
         """
         ended = self._read()
@@ -63,7 +63,7 @@ class Dialogue:
         return ended
 
     def run(self) -> None:
-        """Run all steps, without a limit on time."""
+        """Run steps until the end, without a time limit."""
         poll = select.poll()
         while not self.step(poll):
             poll.poll()

@@ -1,12 +1,12 @@
-"""The first code in the process of a program under test.
+"""Run a program under test: this is the first code in its process.
 
-It runs the program as a script, or makes calls of its functions. It shares its process with hostile code. So it knows
-no expected value and only the next call, and its readers treat its output as data.
+It runs the program as a script, or calls functions of the program. The process is shared with hostile code, so it never
+holds an expected value or a later call, and its output is read as data only.
 
-A call is a line of JSON, `[target, arguments, named arguments]`, the last two packed (`values.py`). The target is a
-name of the program (or of its class `Solution`), or `[number of an earlier call, name]` for a method of its result. The
-answer is a line with an object of one key: `value`, packed; `other`, the reason why the result is not plain data; or
-`error`.
+A call is a line of JSON, `[target, arguments, named arguments]`, the last two packed (`values.py`). The target is the
+name of a function in the program (or of a method of its class `Solution`), or `[number of an earlier call, name]` for a
+method of that call's result. The result is a line with an object of one key: `value` (packed), `other` (the reason why
+the value is not plain data) or `error`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ PROGRAM = "solution.py"
 
 
 def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int = REPLIES) -> None:
-    """Run the program in the current folder as a test of `kind` (`script` or `calls`)."""
+    """Run the program `solution.py` in the current folder as a test.
+
+    Args:
+        kind: `script` or `calls`.
+        packages: folders to add to `sys.path`.
+        requests, replies: file descriptors of the pipes for calls and for results.
+    """
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))] + packages
     # The `site` module, which is not loaded, would define these.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.argv = [PROGRAM]
     if kind != "script":
-        # A fork that the program does not end fails: it takes no call from its parent, and does not answer.
+        # A fork of the program has no pipes, so it cannot take calls or send results.
         for pipe in (requests, replies):
             os.register_at_fork(after_in_child=lambda pipe=pipe: os.close(pipe))
     with open(PROGRAM, encoding="utf-8", errors="surrogateescape") as file:
@@ -52,7 +58,7 @@ def _load(source: str) -> Any:
 
 
 def _answer(source: str, requests: int, replies: int) -> None:
-    """Answer calls until the pipe ends."""
+    """Make the calls that arrive in the pipe `requests` and write their results to `replies`, until the pipe ends."""
     from . import values
 
     pipe = open(requests, "rb")  # noqa: SIM115 - open until the process ends

@@ -1,4 +1,4 @@
-"""The rights that a process gives up before it runs foreign code: capabilities, resources, files and system calls.
+"""Take rights away from this process before it runs foreign code: capabilities, resources, files and system calls.
 
 Without capabilities the kernel itself refuses mounts, new roots, other users' files and most of what administrators do.
 The filter (seccomp) refuses the rest that would reach outside: sockets, new namespaces, the memory and the limits of
@@ -109,7 +109,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int, action: str) -> int:
-    """Return the result of a C call. Raises OSError with the action if it is negative."""
+    """Return `result`, the result of a C call. Raises OSError, with `action` in its text, if it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{action}: {os.strerror(error)}")
@@ -122,7 +122,7 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
 
 
 def change_user(uid: int) -> None:
-    """Take on a user id and a group id that own nothing."""
+    """Change user id and group id of this process to `uid`, which owns no files."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -130,13 +130,13 @@ def change_user(uid: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities for good; a later program, even one started by root, gets none back."""
+    """Give up all capabilities of this process and its descendants permanently, also if root runs them."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     checked(libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "dropping capabilities (capset)")
 
 
 def write_only_below(folder: str) -> None:
-    """Refuse this process every write outside of `folder`, and a look into processes that are not its own children.
+    """Forbid this process to write outside of `folder`, and to inspect processes other than its children.
 
     Does nothing if the kernel has no Landlock (before Linux 5.13, or not switched on).
     """
@@ -154,10 +154,13 @@ def write_only_below(folder: str) -> None:
 
 
 def program(machine: str, only_self: int | None, allowed: Container[str] = ()) -> bytes:
-    """Return the filter for `machine` (of `os.uname()`) as instructions of classic BPF, 8 bytes each.
+    """Return the filter of system calls as instructions of classic BPF, 8 bytes each.
 
-    `only_self`: the filtered process, if namespaces do not hide others from it; it may only signal itself. `allowed`:
-    names of `REFUSED` that it may call nevertheless.
+    Args:
+        machine: `os.uname().machine`.
+        only_self: process id of the filtered process if no namespace hides other processes; it may then only send
+            signals to itself. None with namespaces.
+        allowed: names in `REFUSED` that are allowed nevertheless.
     """
     column, arch = MACHINES[machine]
     refuse = (_RETURN, 0, 0, _ERRNO | EPERM)
@@ -191,7 +194,7 @@ def program(machine: str, only_self: int | None, allowed: Container[str] = ()) -
 
 
 def filter_calls(only_self: int | None, allowed: Container[str] = ()) -> None:
-    """Put the filter of `program` on this process and its descendants, for good; `drop_privileges` first."""
+    """Apply the filter of `program` to this process and its descendants permanently. Call `drop_privileges` before."""
     code = ctypes.create_string_buffer(program(os.uname().machine, only_self, allowed))
 
     class Program(ctypes.Structure):
@@ -201,7 +204,12 @@ def filter_calls(only_self: int | None, allowed: Container[str] = ()) -> None:
 
 
 def resources(limits: dict[str, int], processes: int | None) -> None:
-    """Set resource limits of this process: `cpu_s`, `memory` and `file` (bytes), and processes of this user."""
+    """Set the resource limits of this process.
+
+    Args:
+        limits: `cpu_s` (seconds of CPU time), `memory` and `file` (bytes).
+        processes: maximum number of processes of this user; None: not set.
+    """
     # The soft limit sends SIGXCPU, which may be ignored; the hard one kills.
     values = [
         (resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1),
@@ -214,7 +222,7 @@ def resources(limits: dict[str, int], processes: int | None) -> None:
     if processes is not None:
         values.append((resource.RLIMIT_NPROC, processes, processes))
     for kind, soft, hard in values:
-        # An administrator's lower limit stays: only a privileged process could raise it.
+        # A lower limit that is already set is kept: only a privileged process could raise it.
         most = resource.getrlimit(kind)[1]
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)

@@ -1,4 +1,4 @@
-"""The move of this process into namespaces of its own, with a file system that holds only the files that code needs.
+"""Move this process into its own namespaces, with a file system that holds only the files that the code needs.
 
 1. New mount, process, network, IPC, UTS and cgroup namespaces; with a new user namespace unless the process may make
    them without (root with CAP_SYS_ADMIN, who instead gives the code a user id of its own).
@@ -49,19 +49,20 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 def enter(mounts: Iterable[tuple[str, str]], size: int, current: str | None = None) -> int | None:
-    """Put this process, which must have one thread, into its namespaces and fork process 1 of them.
+    """Create namespaces and fork their process 1. This process must have only one thread.
 
     Args:
         mounts: (folder outside, folder inside) to show read-only, in addition to `SYSTEM`.
-        size: bytes of the work folder.
-        current: a folder to begin in, made if `mounts` do not show it; with it, a read-only /proc exists.
+        size: size of the work folder, in bytes.
+        current: folder in which process 1 begins; it is created if `mounts` do not show it, and a read-only /proc
+            exists then. None: no such folder, and no /proc.
 
     Returns:
-        In process 1: the user id for the code, None if it keeps the process's. The process outside waits in here, and
-        ends as process 1 does.
+        In process 1: the user id for the code, or None if the code keeps the user id of this process. The calling
+        process does not return: it waits for process 1, and ends in the same way.
 
     Raises:
-        OSError: the kernel or its settings refuse a step; the message names it.
+        OSError: the kernel or its settings refuse a step; the message names the step.
     """
     uid = _unshare()
     child = os.fork()
@@ -81,7 +82,7 @@ def _end_like(status: int) -> NoReturn:
 
 
 def fresh_work(size: int) -> None:
-    """Replace the work folder by an empty one of `size` bytes."""
+    """Replace the work folder by an empty one with room for `size` bytes."""
     libc.umount2(WORK.encode(), _DETACH)  # fails the first time, when there is none
     mount("tmpfs", WORK, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes={max(4096, size >> 14)},mode=777")
 

@@ -1,9 +1,9 @@
-"""The first process inside the sandbox: it runs the tests of one program, one after the other.
+"""The first process inside the sandbox: runs the tests of one program, one after the other.
 
-For each byte on stdin it runs the next test, and writes a line of JSON to stdout: the end of the test (`ended`), the
-`returncode` of the program, and its `seconds`. Then the program's output and the result are in the job's `streams`
-(memory files for stdout, stderr and the result); the supervisor never reads them. A test starts with an empty work
-folder and its own processes, which are all killed before its line is written. When stdin is closed, everything ends.
+For each byte on stdin it runs the next test, and writes a line of JSON to stdout: `ended` (the reason why the test
+ended), `returncode` of the program, and `seconds`. The program's output and results are then in the job's `streams`
+(memory files for stdout, stderr and results of calls); the supervisor never reads them. A test starts with an empty
+work folder; all of its processes are killed before its line is written. When stdin is closed, everything ends.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ STREAMS = 50  # first file descriptor of the job, above the numbers that childre
 
 
 class RunnerEnded(Exception):
-    """End of the process that waits for the tests."""
+    """The process that waits for the results of the tests has ended."""
 
 
 class Supervisor:
-    """Runs tests within the limits of a job (see `isolation.job`, which makes it)."""
+    """Runs tests within the limits of a job (see `isolation.job`).
+
+    Args:
+        job: the job.
+        uid: user id for the code; None keeps the user id of this process.
+    """
 
     def __init__(self, job: dict[str, Any], uid: int | None) -> None:
         self.job, self.uid = job, uid
@@ -53,7 +58,7 @@ class Supervisor:
             raise RuntimeError("the supervisor is not process 1 of a namespace, so it may not kill all it can see")
 
     def run(self) -> None:
-        """Run the requested tests; stop when the time of all is used up."""
+        """Run the tests that are requested on stdin, until the time limit of all tests is over."""
         try:
             for number, test in enumerate(self.job["tests"]):
                 if not os.read(ASKED, 1) or time.monotonic() >= self.ends:
@@ -111,8 +116,10 @@ class Supervisor:
         return {"ended": ended, "returncode": returncode, "seconds": time.monotonic() - started}
 
     def _start(self, fds: dict[int, int], run: Callable[[], None]) -> int:
-        """Start a child that has the file descriptors `fds` (number there: number here) and runs `run`; returns its
-        process id."""
+        """Start a child process that calls `run`, and return its process id.
+
+        `fds` maps the numbers of the child's file descriptors to file descriptors of this process; others are closed.
+        """
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -139,7 +146,7 @@ class Supervisor:
         return child
 
     def _confine(self) -> None:
-        """Confine a child before it runs anything foreign."""
+        """Apply user id, limits and filters to this process, a child that will run foreign code."""
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.uid is not None:
             limits.change_user(self.uid)
@@ -157,8 +164,11 @@ class Supervisor:
         os.execve(self.job["python"], [self.job["python"], "-I", "-S", "-c", start], ENVIRONMENT)
 
     def _watch(self, main: int, deadline: float, dialogue: Dialogue | None) -> str:
-        """Wait until process `main` or its dialogue ends ("exit"), the time is over ("time") or too much is printed or
-        answered ("output")."""
+        """Wait for the end of a test, and return the reason.
+
+        "exit": process `main` has ended, or all calls have results. "time": `deadline` is over. "output": the program
+        has printed or returned too much.
+        """
         poll = select.poll()
         ending = os.pidfd_open(main)
         poll.register(ending, select.POLLIN)
@@ -183,7 +193,10 @@ class Supervisor:
         return any(os.fstat(fd).st_size > self.job["output"] for fd in self.job["streams"][:2])
 
     def _end(self, main: int) -> int | None:
-        """Kill and reap every process of the test; returns the exit status of `main`, or None if it was killed here."""
+        """Kill and reap all processes of the test.
+
+        Returns the exit code of process `main` (negative for a signal), or None if it was killed here.
+        """
         # The status is read before the killing, and `main` stays unreaped so that no other group gets its number.
         status = os.waitid(os.P_PID, main, os.WEXITED | os.WNOHANG | os.WNOWAIT) if main else None
         deadline = time.monotonic() + KILL_S
@@ -205,7 +218,7 @@ class Supervisor:
 
 
 def main(job_fd: int) -> None:
-    """Read the job, isolate this process, run the tests."""
+    """Read the job from the file descriptor `job_fd`, isolate this process, and run the tests."""
     with open(job_fd) as file:
         job = json.load(file)
     # The worker may have had any numbers for them, and children must keep only the ones that they are given.
@@ -214,7 +227,7 @@ def main(job_fd: int) -> None:
     for fd in inherited:
         os.close(fd)
     if job["namespaces"]:
-        # Its namespace dies with the supervisor. Without one, the supervisor stays to kill what it has started.
+        # The namespace ends with the supervisor. Without one, the supervisor must survive to kill its processes.
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     uid = None

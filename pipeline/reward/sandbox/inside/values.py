@@ -1,8 +1,9 @@
-"""Plain data that leaves the process of a program under test: JSON, with a tag for each type that JSON lacks.
+"""Convert values to plain data and back, to pass them out of the process of a program under test.
 
-Only data is read back, so a hostile sender can only choose a value. A list in the JSON is always `[tag, ...]`:
-`l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `r`esult
-of an earlier call, which only the program's process can read.
+The data is JSON, with a tag for each type that JSON does not have. Reading it makes only built-in values, so a hostile
+sender can choose a value but not run code. A list in the JSON is always `[tag, ...]`: `l`ist, `t`uple, `s`et,
+`f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `r`esult of an earlier call (only
+the program's process can read this one).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 
 
 class NotPlain(ValueError):
-    """A value that is not plain data."""
+    """Error for a value that is not plain data."""
 
 
 def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -33,7 +34,7 @@ def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
     A subclass of a built-in type becomes the built-in type, and NumPy values become the result of their `tolist`.
 
     Raises:
-        NotPlain: it is, or holds, something else, or is nested too deep.
+        NotPlain: the value is, or holds, a value of another type, or is nested too deeply.
     """
     if value is None or value is True or value is False:
         return value
@@ -62,13 +63,15 @@ def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX_DEPTH) -> Any:
-    """Convert the result of `pack` back to the value.
+    """Convert data from `pack` back to the value.
 
     Args:
-        results: results of earlier calls, by their numbers, for data that may refer to them.
+        data: the packed value.
+        results: results of earlier calls by number, to which the data may refer; None: it must not.
+        depth: maximum nesting.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError: `pack` does not make such `data`.
+        ValueError, TypeError, KeyError, IndexError: `data` is not a packed value.
     """
     if isinstance(data, dict):
         raise ValueError("a JSON object is not a packed value")
@@ -99,10 +102,10 @@ def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX
 
 
 def distinct(keys: Iterable[Any]) -> list[Any]:
-    """Return the keys without repetitions, in their order.
+    """Return the distinct keys, in order.
 
     Raises:
-        ValueError: so many keys share a hash that a set or dict of them would take quadratic time.
+        ValueError: more than `MAX_ALIKE` keys have the same hash, so a set or dict of them would take quadratic time.
         TypeError: a key has no hash.
     """
     seen: dict[Any, None] = {}
