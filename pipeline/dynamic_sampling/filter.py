@@ -1,13 +1,13 @@
 """The filter stage of dynamic sampling (DAPO, Yu et al. 2025, section 3.2): it removes groups with equal rewards.
 
-Such a group has advantages of 0, so it trains nothing. One actor takes the scored chunks in the order of the stream,
-decides which groups stay (`ledger.py`), and reports the dropped ones to the policy store, which admits replacements.
-The remaining rows get the number of the iteration that trains on them; the repartition after this stage cuts them into
-whole chunks again.
+In such a group all advantages are 0, so nothing can be learnt from it. One Ray actor takes the scored chunks in the
+order of the stream, decides which groups are kept (`ledger.py`), and reports the number of dropped groups to the policy
+store, which then admits further chunks. The kept rows get the number of the iteration that trains on them. A
+repartition after this stage joins them to whole chunks again.
 
-The filter ignores rows whose reward failed. A group with fewer than two other rows is dropped, and counted as `failed`
-and not as `equal`. Reward errors of all generated rows count towards
-`reward.max_error_rate`, because the rows of dropped groups never reach the trainer, which counts its own errors.
+The filter ignores rows whose reward failed. A group with fewer than two other rows is dropped, and counted as `failed`,
+not as `equal`. `reward.max_error_rate` is checked here on all generated rows, because the trainer gets only the kept
+ones.
 """
 
 import json
@@ -26,10 +26,10 @@ SCORE = "score"
 
 
 class Filter:
-    """The one actor of the filter stage.
+    """The filter stage, which runs as a single Ray actor.
 
     Args:
-        rules: the settings.
+        rules: the settings of the filter.
         store: the policy store, for this attempt.
         timeout: seconds to wait for the train workers (`trainer.deadlines.engine_start`).
     """
@@ -39,7 +39,10 @@ class Filter:
         self._ledger: Ledger | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the rows of a chunk that will be trained, with `iteration` filled in.
+        """Return the rows of a chunk that will be trained, with the column `iteration` filled in.
+
+        Args:
+            table: scored rows of one chunk, in whole groups.
 
         Raises:
             FinalError: an iteration cannot be filled, or the reward fails too often.
@@ -82,7 +85,7 @@ class Filter:
         return decision
 
     def _complaint(self, table: pa.Table, decision: Decision) -> str | None:
-        """Return the reason to end the run, if any."""
+        """Return a sentence on why the run must end, if an iteration is complete or exhausted; None if it may go on."""
         stats, iteration = decision.stats, decision.iteration
         if not decision.full and not decision.exhausted:
             return None
@@ -98,7 +101,7 @@ class Filter:
 
 
 def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
-    """Format the error message for an iteration that cannot be filled."""
+    """Format the error message for an iteration that has too few kept groups after all allowed batches."""
     dropped = stats.equal + stats.failed
     failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
     way_out = (
@@ -117,11 +120,14 @@ def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
 
 
 def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
-    """Return the number [R] of each row's group in the table, and the groups that stay.
+    """Decide which groups of a chunk have different values of a metric.
 
     Args:
-        table: scored training rows, whole groups (`uid`).
-        metric: `score`, or a part of the reward.
+        table: R scored training rows, in whole groups (rows with the same `uid`).
+        metric: `score`, or the name of a reward part.
+
+    Returns:
+        the group number of each row, [R] from 0, and the counts, with the numbers of the kept groups.
 
     Raises:
         ValueError: a row whose reward did not fail lacks the metric.
@@ -147,7 +153,7 @@ def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
 
 
 def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
-    """Return the values of `metric` in the rows with true `good` [R]; see `judge`."""
+    """Return the values of `metric`, float64, in the rows whose entry in `good` [R] bool is true; see `judge`."""
     if metric == SCORE:
         return table[SCORE].to_numpy()[good].astype(np.float64)
     chosen = table.filter(pa.array(good))

@@ -1,12 +1,11 @@
-"""Dynamic sampling's ledger: which groups are trained, by which iteration, and the end of its prompts.
+"""The ledger of dynamic sampling: decides which groups are trained, and in which iteration.
 
-The filter stage keeps it, chunk by chunk in the order of the stream. The kept groups of an attempt are numbered, and a
-group's number determines the iteration that trains it. A chunk may come again (a worker died) and gets the same
-decision. For each iteration the ledger gives the chunk and offset of its end; a resumed run starts with the next
-prompt.
+The filter stage enters the chunks in the order of the stream. The kept groups of an attempt are numbered, and the
+number of a group determines the iteration that trains it. If a chunk comes again (because a worker died), it gets the
+same decision. The ledger also records the last prompt that each iteration used: a resumed run starts with the next one.
 
-With `max_staleness=0` all of this follows only from the rows: a chunk starts if the chunks before it do not fill the
-batch, and surplus groups are discarded.
+With `max_staleness=0` the decisions depend only on the rows: a chunk starts only if the chunks before it do not fill
+the batch, and surplus groups are discarded.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pipeline.config import Config
 
 DECISIONS_KEPT = 1000
-"""Number of latest chunks whose decisions are kept, because they may come again."""
+"""Number of newest chunks whose decisions are kept, because a chunk may come again."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,23 @@ class FilterRules:
     """Settings that the filter stage needs."""
 
     metric: str
-    """`score`, or a part of the reward, that must differ in a group."""
+    """`score`, or the name of a reward part: a group is kept only if its rows differ in this number."""
     max_num_gen_batches: int
+    """Largest number of generated groups per iteration, as a multiple of `batch`."""
     carry: bool
-    """True if the next iteration trains surplus groups."""
+    """True if surplus groups of an iteration train in the next one; else they are discarded."""
     batch: int
-    """Groups of an iteration."""
+    """Number of groups that an iteration trains."""
     chunk_prompts: int
+    """Number of groups in a chunk."""
     last_iteration: int
+    """Number of the run's last iteration."""
     max_error_rate: float
+    """Largest allowed fraction of generated rows whose reward failed."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "FilterRules":
-        """Return the rules of a run with `iterations` iterations."""
+        """Take the rules from the configuration of a run with `iterations` iterations."""
         groups = config.algorithm.filter_groups
         return cls(
             groups.metric or "",
@@ -53,28 +56,30 @@ class ChunkStats:
     """Counts of a chunk of scored rows."""
 
     groups: int
+    """Number of groups in the chunk."""
     kept: Sequence[int]
-    """Positions in the chunk, from 0, of the groups that do not agree."""
+    """Numbers in the chunk, from 0, of the groups whose rows differ in the metric."""
     equal: int = 0
-    """Groups that agree."""
+    """Number of groups whose rows all have the same value of the metric."""
     failed: int = 0
-    """Groups with fewer than two rows whose reward did not fail."""
+    """Number of groups with fewer than two rows whose reward did not fail."""
     rows: int = 0
+    """Number of rows in the chunk."""
     errors: int = 0
-    """Rows whose reward failed."""
+    """Number of rows whose reward failed."""
     score: float = 0.0
-    """Sum over the other rows."""
+    """Sum of the scores of all other rows."""
 
 
 @dataclass
 class IterationStats:
-    """Counts of the rows generated for one iteration."""
+    """Counts of the rows generated for one iteration so far; fields without a description are as in `ChunkStats`."""
 
     groups: int = 0
     equal: int = 0
     failed: int = 0
     surplus: int = 0
-    """Kept groups that exceed the iteration."""
+    """Number of kept groups beyond the ones that the iteration needed."""
     rows: int = 0
     errors: int = 0
     score: float = 0.0
@@ -88,7 +93,7 @@ class IterationStats:
         self.score += chunk.score
 
     def metrics(self, batch: int) -> dict[str, float]:
-        """Metrics of an iteration of `batch` groups."""
+        """Compute the metrics `filter_groups/...` of an iteration that trains `batch` groups."""
         metrics = {
             "generated": self.groups,
             "gen_batches": self.groups / batch,
@@ -105,44 +110,47 @@ class IterationStats:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about the kept groups of a chunk."""
+    """The decision about the groups of a chunk."""
 
     iteration: int
-    """The iteration that trains the first kept group."""
+    """Number of the iteration that trains the chunk's first kept group."""
     first: int
-    """Number of the first kept group in the attempt."""
+    """Number in the attempt, from 0, of the chunk's first kept group."""
     taken: int
-    """Number of kept groups that are trained; later ones are surplus."""
+    """Number of the chunk's kept groups that are trained; the kept groups after these are discarded."""
     stats: IterationStats
     """Counts of `iteration` so far."""
     full: bool
-    """True if the chunk fills the iteration."""
+    """True if the iteration has all of its groups with this chunk."""
     exhausted: bool
-    """True if the iteration is not full, and no more rows may be generated for it."""
+    """True if the iteration lacks groups, and `max_num_gen_batches` allows no more."""
     used: tuple[int, int] = (0, 0)
-    """End of a full iteration: a batch of prompts of the attempt, and the number of its prompts that are used."""
+    """If `full`, the end of the iteration's prompts: the number of a batch of prompts in the attempt, and the number of
+    prompts of this batch that are used."""
 
 
 @dataclass
 class Ledger:
-    """The ledger of one attempt, which began with policy version `base`."""
+    """The ledger of one attempt."""
 
     rules: FilterRules
     base: int
+    """Policy version with which the attempt began."""
     kept: int = 0
-    """Number of groups that are trained, so far."""
+    """Number of groups so far that are trained."""
     dropped: int = 0
+    """Number of groups so far that are not trained."""
     following: int = 0
-    """The chunk that comes next."""
+    """Number of the next chunk, from 0."""
     _stats: IterationStats = field(default_factory=IterationStats)
     _decisions: dict[int, Decision] = field(default_factory=dict)
 
     def known(self, chunk: int) -> Decision | None:
-        """Return an earlier decision about a chunk."""
+        """Return the decision about a chunk that came before; None for a new chunk."""
         return self._decisions.get(chunk)
 
     def decide(self, chunk: int, found: ChunkStats) -> Decision:
-        """Enter the next chunk."""
+        """Enter the next chunk, with the counts `found`, and decide about its groups."""
         rules = self.rules
         first, kept = self.kept, len(found.kept)
         room = rules.batch - first % rules.batch
@@ -169,9 +177,9 @@ class Ledger:
         return self._decisions[chunk]
 
     def _place(self, chunk: int, used: int) -> tuple[int, int]:
-        """Locate prompt `used` of a chunk: its batch in the attempt, and the number of that batch's prompts before
-        it."""
-        # A place at the end of a batch stays in that batch: the next one may not have been made yet.
+        """Return (batch, prompts): the end of the first `used` prompts of a chunk, as a batch of prompts in the attempt
+        and the number of prompts of this batch up to there."""
+        # The end of a batch counts as this batch, since the next one may not have been made yet.
         chunks = self.rules.batch // self.rules.chunk_prompts
         batch = chunk // chunks
         return batch, (chunk - batch * chunks) * self.rules.chunk_prompts + used

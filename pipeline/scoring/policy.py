@@ -1,7 +1,7 @@
-"""The policy stage: the sum over the vocabulary of squared probabilities, for the optimal token baselines.
+"""The policy stage: the squared probabilities of the policy, summed over the vocabulary, for optimal token baselines.
 
-The engine returns the probability of the token it sampled, not of all others, so a replica of the policy runs over the
-responses once more. Its weights may be newer than the weights that generated a row; `pi_version` records the version.
+The engine returns only the probability of the sampled token, so a replica of the policy runs over the responses once
+more. The replica's weights may be newer than the weights that generated a row; `pi_version` records their version.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from pipeline.store.versions import POLICY
 
 
 class PolicyScore:
-    """Stage that adds the columns `POLICY` of `pipeline/rows.py`, at the rollout's temperature."""
+    """Stage that adds the columns `sum_pi_squared` and `pi_version`, at the sampling temperature of the rollout."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PolicyScore:
         self._weights = StoreWeights(self._replica.module, store, POLICY, deadlines, Policy.hf_name)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return `table` with one sum (float32) per response token."""
+        """Return `table` with the column `sum_pi_squared`, one float32 number per response token, and `pi_version`."""
         version = self._weights.bring_to(table)
         sums = self._replica.score(table, self._sum_pi_squared)
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})

@@ -1,4 +1,4 @@
-"""The reference stage: log-probs of every response token under a frozen policy, for a KL in the reward or the loss."""
+"""The reference stage: log-probs of response tokens under the frozen reference policy, for a KL in reward or loss."""
 
 import pyarrow as pa
 from torch import Tensor
@@ -15,9 +15,10 @@ from pipeline.store.client import StoreClient
 
 
 class Reference:
-    """Stage that adds the column `ref_log_probs`, at the rollout's temperature.
+    """Stage that adds the column `ref_log_probs`, at the sampling temperature of the rollout.
 
-    The reference is `scorer.path`, else `model.path`: the trained model as it was before training, without an adapter.
+    The reference policy is the model of `scoring.reference.path`, or else of `model.path`: the policy as it was before
+    training, without an adapter.
 
     Raises:
         ValueError: the model cannot be loaded, or its vocabulary has another size than the policy's.

@@ -1,12 +1,12 @@
-"""The common part of the scoring stages: a whole model on one device, and its weights from the policy store.
+"""The common part of the scoring stages: a whole model on one device, and the updates of its weights.
 
     replica = Replica(lambda: load_value_model(model), scorer, "value")
     weights = StoreWeights(replica.module, store, CRITIC, deadlines)   # not for a frozen model
     version = weights.bring_to(table)
     column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends only on its own
-context (`pipeline/models/contexts.py`).
+Rows pass through the model in micro-batches, as in the trainer (`pipeline/models/packing.py`). The number that a token
+gets depends only on the token's context (`pipeline/models/contexts.py`), not on other rows.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Replica(Generic[M]):
-    """A model that scores rows.
+    """A frozen model that computes numbers for rows.
 
     Args:
         load: builds the model on the CPU.
-        scorer: device, threads and the size of a forward pass.
-        name: the pool's name, as in `scoring.<name>`.
+        scorer: settings: device, threads, and the size of a forward pass.
+        name: name of the scoring stage, as in `scoring.<name>`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
-        store: the policy store. It has the handshake's change of the model's passes, and gets notes on the passes
-            chosen here; None in an evaluation.
-        patience: seconds for the handshake.
+        store: the policy store, from which the result of the handshake comes, and to which notes on the model are
+            posted; None in an evaluation.
+        patience: seconds to wait for the handshake without a heartbeat.
     """
 
     def __init__(
@@ -70,7 +70,10 @@ class Replica(Generic[M]):
                 store.call(PolicyStore.post, Noted(note))
 
     def settle(self) -> None:
-        """Adopt the passes that the handshake chose for models of this class, before the first rows."""
+        """Wait for the handshake, and let rows pass in the way that it chose for models of this class.
+
+        Only the first call does so; it must come before the first rows.
+        """
         store, self._store = self._store, None
         if store is None:
             return
@@ -86,13 +89,13 @@ class Replica(Generic[M]):
         Args:
             table: generated rows (`prompt_ids`, `response_ids`, perhaps `contexts`); there may be none, and responses
                 may be empty.
-            forward: gives the numbers [n] of the n response tokens of one forward pass.
+            forward: runs the model on one micro-batch, and returns the numbers [n] of its n response tokens.
 
         Returns:
-            list column of float32, as long as `response_ids` in every row.
+            list column of float32, with one number per entry of `response_ids` in every row.
 
         Raises:
-            ValueError: as `unfold`, or a context is longer than a forward pass may be.
+            ValueError: as `unfold`, or a context has more tokens than a forward pass may have.
         """
         self.settle()
         rows = TokenBatch.from_table(table)
@@ -114,15 +117,15 @@ class Replica(Generic[M]):
 
 
 class StoreWeights:
-    """Keeps a replica's module at the version that its rows need.
+    """Loads published weights into a replica's module, so that they are at least as new as the rows to score.
 
     Args:
-        module: loaded in place.
+        module: the module; weights are written in place.
         store: the policy store, for this attempt.
-        model: the published model, `POLICY` or `CRITIC`.
-        deadlines: `admission` for the version that rows need, which in a replay may be to come; `publish` for the
-            transfer.
-        published_name: turns a tensor's name in `module` into the one it was published under.
+        model: name of the published model, `POLICY` or `CRITIC`.
+        deadlines: `admission` limits the wait for a version (in a replay it may not be published yet), `publish` the
+            transfer of weights.
+        published_name: turns a tensor's name in `module` into its published name.
     """
 
     def __init__(
@@ -139,9 +142,9 @@ class StoreWeights:
         """Version of the weights in the module; -1 before the first load."""
 
     def bring_to(self, table: pa.Table) -> int:
-        """Load the store's current weights unless the module is as new as the newest row; return the module's version.
+        """Load the store's current weights, unless the module is at least as new as the newest row of `table`.
 
-        Without rows it does not wait, and the version is -1.
+        Returns the version of the module's weights; -1, without a load, if `table` has no rows.
 
         Raises:
             StaleAttempt: the train workers have restarted.

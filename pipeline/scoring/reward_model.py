@@ -1,11 +1,12 @@
-"""The reward-model stage: one number per response from a sequence-classification model.
+"""The reward-model stage: one score per response from a sequence-classification model.
 
-1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. For an
-   episode, this is the whole conversation with its tool calls; for several conversations, the one with the last answer.
-2. Text of the policy, a tool, an environment or the prompt file stays text, even if it spells a special token of the
-   reward model, such as an end of turn before a user who is full of praise.
-3. A response that cannot be scored is not a 0: `rm_error` has the reason, and the reward stage counts the row as
-   failed.
+1. The conversation is rendered again by the chat template of the reward model, whose tokens may differ from the
+   policy's. For a multi-turn episode this is the whole conversation with its tool calls; if the episode has several
+   conversations, the one with the last turn.
+2. Text from the policy, a tool, an environment or the prompt file stays text, even if it spells a special token of the
+   reward model. So a response cannot fake, for example, the end of its turn and a message of a user full of praise.
+3. A response that cannot be scored does not get the score 0: `rm_error` has the reason, and the reward stage counts the
+   row as failed.
 """
 
 import json
@@ -36,7 +37,10 @@ KEY = "reward.model.path"
 
 
 def conversations(table: pa.Table) -> Iterator[Messages]:
-    """Yield the conversation of each row, the last one of an episode's; tool calls have the form of chat templates."""
+    """Yield the conversation of each row, as messages for a chat template: prompt and response.
+
+    For a multi-turn episode these are all messages of its last conversation, tool calls included.
+    """
     prompts = map(json.loads, table["prompt"].to_pylist())
     if "messages" not in table.column_names:
         for prompt, response in zip(prompts, table["response"].to_pylist(), strict=True):
@@ -54,7 +58,16 @@ def conversations(table: pa.Table) -> Iterator[Messages]:
 
 
 class RewardModelScore:
-    """Stage that adds the columns `REWARD_MODEL`; the model at `path` shares the settings of the trained one.
+    """Stage that adds the columns `rm_score` and `rm_error`.
+
+    Args:
+        model: settings of the trained model, which also apply to the reward model.
+        scorer: settings of the stage (`scoring.reward_model`).
+        fsdp: `actor.fsdp`, for the dtype of the computation.
+        path: folder or Hub name of the reward model.
+        longest: length of the longest row in tokens; None for the model's own limit.
+        store: the policy store; None in an evaluation.
+        patience: seconds to wait for the handshake without a heartbeat.
 
     Raises:
         ValueError: the model cannot be loaded, has no head with one label, or its tokenizer has no chat template.
@@ -82,12 +95,12 @@ class RewardModelScore:
         )
         self._special = special_tokens(self._tokenizer)
         module = self._replica.module
-        # Rotary positions exist beyond the lengths that the model has seen, and its numbers mean nothing there.
+        # Rotary embeddings also work beyond the lengths of the model's training, but scores are meaningless there.
         seen = most_positions(module.lm.config.get_text_config().to_dict()) or (None,)
         self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen[0])))
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return `table` with one number (float32) per row, or the reason for its absence."""
+        """Return `table` with a score (float32) per row in `rm_score`, or null and the reason in `rm_error`."""
         errors: list[str | None] = []
         chosen: dict[int, list[int]] = {}
         for row, conversation in enumerate(conversations(table)):
@@ -127,7 +140,7 @@ class RewardModelScore:
 
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
-        """Run the model over the rows of tokens in micro-batches; returns a number for each, [R] float32."""
+        """Compute the scores of R conversations, [R] float32, from the token ids of each."""
         self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)

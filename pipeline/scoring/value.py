@@ -1,7 +1,7 @@
-"""The value stage: the critic's value before every response token.
+"""The value stage: the critic's value of the state before every response token.
 
-Values come from a replica of the critic at the version of the policy that generated the rows, or at a newer one. Policy
-and critic of a version are published together.
+Values come from a replica of the critic. Its version is the policy version that generated the rows, or a newer one:
+policy and critic are published together, with one version number.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from pipeline.store.versions import CRITIC
 
 
 class Value:
-    """Stage that adds the columns `VALUE`."""
+    """Stage that adds the columns `values` and `value_version`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Value:
         self._weights = StoreWeights(self._replica.module, store, CRITIC, deadlines)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return `table` with one value (float32) per response token."""
+        """Return `table` with the column `values`, one float32 per response token, and `value_version`."""
         version = self._weights.bring_to(table)
         values = self._replica.score(table, _values)
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})

@@ -1,4 +1,4 @@
-"""Typed calls of the policy store for the members of one attempt, each call with a deadline."""
+"""Typed calls of the policy store's actor, each with the caller's attempt number and a deadline."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from pipeline.store.errors import StoreTimeout
 from pipeline.store.policy_store import PolicyStore
 
 ANSWER_S = 60.0
-"""Longest time (s) in which the policy store must answer a call that need not wait."""
+"""Seconds within which the policy store must answer a call that does not wait inside the store."""
 PAUSE_S = 0.5
 """Seconds between two tries to reach a store that is restarting."""
 
@@ -23,14 +23,14 @@ class StoreClient:
     """Calls methods of `PolicyStore` for one attempt: `client.call(PolicyStore.post, event)`.
 
     `call` is for methods that return at once, `wait` and `awaited` for methods that wait inside the store. Every
-    `ANSWER_S` seconds `wait` and `awaited` check that the store still answers.
+    `ANSWER_S` seconds `wait` and `awaited` check that the store still answers. `ask` is for methods without an attempt.
 
-    All of them raise `StaleAttempt` if the train workers have restarted, `StoreTimeout` if the store does not answer or
-    a deadline passes, and `ray.exceptions.RayActorError` if the store has died or is restarting.
+    All calls raise `StaleAttempt` if the train workers were restarted, `StoreTimeout` if the store does not answer or a
+    deadline passes, and `ray.exceptions.RayActorError` if the store has died or is restarting.
 
     Args:
-        store: handle of the actor.
-        attempt: number of the caller's attempt. The driver has none, and calls only `ask`.
+        store: handle of the policy store's actor.
+        attempt: number of the caller's attempt. The driver belongs to none, and calls only `ask`.
     """
 
     def __init__(self, store: Any, attempt: int = -1):
@@ -77,10 +77,10 @@ class StoreClient:
             answer.cancel()
 
     def wait_until_ready(self, patience: float) -> None:
-        """Wait until the store answers. It may be restarting.
+        """Wait until the store answers, for example after a restart.
 
         Raises:
-            StoreTimeout: it did not answer within `patience` seconds (`trainer.deadlines.store`).
+            StoreTimeout: the store did not answer within `patience` seconds (`trainer.deadlines.store`).
         """
         deadline = time.monotonic() + patience
         while True:
@@ -115,7 +115,7 @@ def _frozen(method: Callable[..., Any], seconds: float) -> StoreTimeout:
 
 
 def store_lost(seconds: float, error: BaseException) -> str:
-    """Format the error message for a store that does not come back."""
+    """Format the error message for a store that has not answered for `seconds`; `error` is the last one."""
     last = " ".join(str(error).split("\n")[0].split())
     return (
         f"the policy store is lost: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "

@@ -2,9 +2,9 @@
 
 
 class StaleAttempt(RuntimeError):
-    """Error of a caller whose stream was built before the train workers restarted."""
+    """Error if the caller belongs to an attempt that has ended, because the train workers were restarted since."""
 
 
 class StoreTimeout(TimeoutError):
-    """Error of a policy store that did not answer, or of a wait inside it that passed its deadline. The message names
-    the missing event."""
+    """Error if the policy store did not answer, or a wait inside the store passed its deadline. The message names the
+    missing event."""

@@ -1,4 +1,4 @@
-"""Events that the run sends to the driver, and the log that keeps them until the driver has read them."""
+"""Events that parts of a run send to the driver, and the log that keeps them until the driver has read them."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from pipeline.stats import Stats
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """Event: the train workers are about to be restarted."""
+    """Event: the train workers have failed and will be restarted."""
 
     reason: str
 
@@ -23,10 +23,11 @@ class AttemptBegun:
 
 @dataclass(frozen=True)
 class PromptsMade:
-    """Event: the prompts of an iteration are known."""
+    """Event: all prompts of an iteration have been chosen."""
 
     iteration: int
     metrics: dict[str, float]
+    """Metrics of these prompts."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class VersionLoaded:
 
     version: int
     engine: str
+    """Name of the engine."""
     load_s: float
+    """Seconds that loading took."""
     update_s: float | None
-    """Seconds since the optimiser step; None for the first version of an attempt, because engines start after it."""
+    """Seconds from the end of the version's last optimiser step to this event; None for the first version of an
+    attempt, because engines start later."""
     idle_s: float
     """Seconds without an admitted chunk since the engine's previous event."""
     busy_s: float
@@ -70,9 +74,10 @@ class PromptScores:
     """Number of responses, including those whose reward failed."""
     scores: list[float]
     votes: list[int]
-    """A number for each answer; equal answers have equal numbers."""
+    """For each entry of `scores` the number of the response's final answer; equal answers have equal numbers. For
+    majority votes."""
     accuracies: list[float | None] = field(default_factory=list)
-    """`acc` of the reward function; None if it returned none."""
+    """For each entry of `scores` the `acc` that the reward function returned; None if it returned none."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +88,30 @@ class ValidationScored:
     prompts: list[PromptScores]
     generate_s: float
     episodes: Stats = field(default_factory=dict)
-    """Metrics of the rows' episodes."""
+    """Metrics of the rows' multi-turn episodes, in runs that have them."""
 
 
 @dataclass(frozen=True)
 class CheckpointBegun:
-    """Event: a checkpoint of `version` will now be written. A run that resumes from it does not repeat earlier
-    events."""
+    """Event: a checkpoint of `version` will be written next. A run that resumes from it does not send the earlier
+    events again."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """Event: a rank's part of a checkpoint has been copied to the run's storage."""
+    """Event: one rank's part of a checkpoint has been copied to the run's storage."""
 
     version: int
     rank: int
     ranks: int
+    """Number of ranks that copy a part."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Event: a message for the user, on a failure that is retried or a finding of the run."""
+    """Event: a message for the user, for example on a failure that is retried."""
 
     text: str
 
@@ -121,7 +127,7 @@ class TrainingEnded:
 
 @dataclass(frozen=True)
 class Noted:
-    """Event: a decision about a model. Several processes, and restarted ones, may post the same text."""
+    """Event: a sentence on a choice that was made for a model. Several processes may post the same text."""
 
     text: str
 
@@ -143,7 +149,10 @@ Event = (
 
 
 def milliseconds() -> int:
-    """Milliseconds since 1970. No earlier store of the run has reached this number: none counts 1,000 per second."""
+    """Return the milliseconds since 1970, a number above all numbers of earlier stores of the run.
+
+    (Each store starts at this time and counts less than 1,000 events per second.)
+    """
     return time.time_ns() // 1_000_000
 
 
@@ -151,8 +160,8 @@ class EventLog:
     """Numbered events for one reader, kept until the reader confirms them.
 
     Args:
-        first: number before the first event. After a crash, the new log must start above every number of the old log.
-            Then a reader that requests the events after an old number misses no new one.
+        first: events are counted from `first + 1`. After a crash, the new log must start above every number of the old
+            log, so that a reader that requests events after an old number gets all new ones.
     """
 
     PAUSE_S = 0.05
@@ -167,10 +176,10 @@ class EventLog:
         self._events.append(event)
 
     async def read(self, after: int, timeout: float) -> tuple[int, list[Event]]:
-        """Return the number of the last event, and the events after number `after`; wait up to `timeout` seconds for
-        one.
+        """Return the number of the last event, and all events after number `after`.
 
-        The call confirms the events up to `after`, and the log deletes them.
+        Waits up to `timeout` seconds if there is none. The call confirms the events up to `after`, and the log deletes
+        these.
         """
         self._confirmed = max(self._confirmed, min(after, self._count))
         self._events = self._events[len(self._events) - (self._count - self._confirmed) :]
@@ -180,7 +189,7 @@ class EventLog:
         return self._count, list(self._events)
 
     async def flush(self, timeout: float) -> bool:
-        """Wait until the reader has confirmed all present events; returns False after `timeout` seconds."""
+        """Wait until the reader has confirmed all events so far. Returns True, or False after `timeout` seconds."""
         last = self._count
         deadline = time.monotonic() + timeout
         while self._confirmed < last:

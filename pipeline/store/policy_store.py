@@ -1,14 +1,14 @@
 """The policy store: the current policy version, references to its weights, and the admission of chunks.
 
-One small actor between the train workers and the stream. It holds versions, object refs and the admission rule, not
-tensors or rows. The protocol, for version v of one attempt (callers use `StoreClient`):
+The store is a small Ray actor between the train workers and the stream. It holds versions, object refs and the
+admission rule, but neither tensors nor rows. The protocol, for version v of one attempt (callers use `StoreClient`):
 
     train ranks   put their shards, `publish(v, shards)`      v becomes current when every rank has published
     prompt source `wait_prompts_due(chunk)`                   waits until the chunk may start, or soon may
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
     engine        loads, `acknowledge(v, checksum)`           the engine generates only after this call
-    engine        `greet(rows)`                               the first one, if its ticket requests a greeting
-    train loop    `settle(change)`                            it has compared itself; replicas wait for this
+    engine        `greet(rows)`                               the first engine; its ticket requests rows for comparison
+    train loop    `settle(change)`                            after the handshake; scoring replicas wait for this
     filter        `report_groups(kept, dropped)`              each dropped group admits another one
     validation    `record_validation(scores)`                 after the last scores, version v + 1 may become current
     advantage     `kl_coef(v)`                                the KL coefficient for the rows of version v
@@ -22,7 +22,8 @@ version, and the waits of older attempts fail at once. If the store itself dies,
 numbers. Then all calls of the old attempt fail, the train workers restart, and a new attempt begins.
 
 The deadline of a wait counts from the last heartbeat: the start of an attempt, a publication, an acknowledgement or
-recorded validation scores. So it limits the time without progress. Its error names phase and party.
+recorded validation scores. So the deadline limits the time without progress. The error of a wait names its phase, and
+the sender of the last heartbeat.
 """
 
 import time
@@ -53,12 +54,12 @@ from pipeline.weights.load import Shard
 
 
 class PolicyStore(ShakingCalls):
-    """The class of the actor; plain asyncio, usable without Ray. Calls of ended attempts raise `StaleAttempt`.
+    """The policy store; plain asyncio, usable without Ray. Calls of an ended attempt raise `StaleAttempt`.
 
     Args:
         admission: chunk and batch sizes and the staleness bound.
-        first: returns the number before the first attempt and the first event. In a Ray actor this is `milliseconds`,
-            because a restarted store must not repeat a number of the old one.
+        first: returns the number after which attempts and events are counted. In a Ray actor this is `milliseconds`,
+            because a restarted store must not repeat numbers of the old one.
     """
 
     def __init__(self, admission: Admission, first: Callable[[], int] = int):
@@ -82,7 +83,7 @@ class PolicyStore(ShakingCalls):
 
     @property
     def version(self) -> int:
-        """The current version; -1 before the first."""
+        """Number of the current version; -1 before the first."""
         return self._versions.current
 
     # attempts
@@ -108,8 +109,8 @@ class PolicyStore(ShakingCalls):
     async def register_trainer(
         self, attempt: int, state: TrainerState, world_size: int, shaking: Shaking | None = None
     ) -> None:
-        """Register the restored train loop: its version, the cursor of its next prompts, and its request for a
-        greeting, if any."""
+        """Register the train loop at the start of an attempt, with its restored `state`, its number of ranks, and the
+        state of the handshake (None for no handshake)."""
         async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
@@ -119,7 +120,7 @@ class PolicyStore(ShakingCalls):
             self._waits.heartbeat("the train loop")
 
     async def trainer_state(self, attempt: int, timeout: float) -> TrainerState:
-        """Wait for `register_trainer`; returns the state that it got."""
+        """Wait for `register_trainer`; returns its `state`."""
         await self._waits.until(attempt, lambda: self._trainer is not None, timeout, "start", "the train loop")
         assert self._trainer is not None
         return self._trainer
@@ -143,7 +144,7 @@ class PolicyStore(ShakingCalls):
             shards: the rank's shard of each trained model; it always includes the policy (`POLICY`).
             stepped_at: wall-clock time at which the rank's last optimiser step ended.
             kl_coef: coefficient of the KL in the reward for the rows of this version.
-            validates: whether the version is to be validated.
+            validates: whether the version will be validated.
         """
         async with self._changing(attempt):
             self._versions.publish(version, shards, stepped_at, kl_coef, validates)
@@ -152,13 +153,13 @@ class PolicyStore(ShakingCalls):
     async def acknowledge(
         self, attempt: int, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """Note that an engine has loaded a policy version.
+        """Record that an engine has loaded a policy version.
 
         Args:
             attempt: attempt of the stream.
             engine: name of the engine.
-            version: the version that it has loaded.
-            crc: checksum of the weights that it has loaded.
+            version: the version that the engine has loaded.
+            crc: checksum of the loaded weights.
             load_s: seconds that loading took.
             idle_s, busy_s: seconds without and with admitted chunks since the engine's last acknowledgement.
 
@@ -188,14 +189,14 @@ class PolicyStore(ShakingCalls):
         return self._versions.ticket(model)
 
     async def kl_coef(self, attempt: int, version: int, timeout: float) -> float:
-        """Wait for `version`; returns the coefficient of the KL in the reward for its rows."""
+        """Wait for `version`; returns the KL coefficient of the reward for rows that this version generated."""
         await self.wait_version(attempt, version, timeout, "KL coefficient")
         return self._versions.kl_coef(version)
 
     # admission
 
     async def admit(self, attempt: int, chunk: int, timeout: float) -> Ticket | None:
-        """Wait until a chunk may start; returns the current weights.
+        """Wait until chunk number `chunk` may start; returns the current weights of the policy.
 
         Returns None if dynamic sampling already has all groups of the run, so that the chunk is not needed.
         """
@@ -214,7 +215,7 @@ class PolicyStore(ShakingCalls):
         return None if self._filled() else self._versions.ticket(POLICY, self._shaking.plan)
 
     async def admit_validation(self, attempt: int, version: int, timeout: float) -> Ticket:
-        """Wait for exactly `version`, which stays current until its whole validation is recorded.
+        """Wait until `version` is current; returns its weights. It stays current until its validation is recorded.
 
         Raises:
             RuntimeError: a newer version is already current.
@@ -225,7 +226,7 @@ class PolicyStore(ShakingCalls):
         return self._versions.ticket(POLICY, self._shaking.plan)
 
     async def report_groups(self, attempt: int, kept: int, dropped: int) -> None:
-        """Dynamic sampling: note how many groups this attempt has kept and dropped so far."""
+        """Set the numbers of groups that dynamic sampling has kept and dropped so far in this attempt."""
         async with self._changing(attempt):
             self.kept_groups, self.dropped_groups = kept, dropped
             self._changed.notify_all()
@@ -233,7 +234,7 @@ class PolicyStore(ShakingCalls):
     # validation
 
     async def announce_validation(self, attempt: int, version: int, prompts: int) -> None:
-        """Announce that `version` is validated on `prompts` prompts; 0 if it has been validated before."""
+        """Announce that `version` will be validated on `prompts` prompts; 0 if its validation is recorded already."""
         async with self._changing(attempt):
             if prompts:
                 self._events.append(ValidationAnnounced(version, prompts))
@@ -241,14 +242,14 @@ class PolicyStore(ShakingCalls):
             self._changed.notify_all()
 
     async def record_validation(self, attempt: int, scored: ValidationScored) -> None:
-        """Record the scores of some prompts of a validation, whose rows are already on disk."""
+        """Record the scores of some prompts of a validation. Their rows must be on disk already."""
         async with self._changing(attempt):
             self._events.append(scored)
             self._versions.record(scored.version, [prompt.uid for prompt in scored.prompts])
             self._waits.heartbeat(f"the validation of version {scored.version}")
 
     async def wait_version(self, attempt: int, version: int, timeout: float, phase: str = "version") -> None:
-        """Wait until `version` is current; then the validations of all earlier versions are recorded."""
+        """Wait until `version` is current. By then the validations of all earlier versions are recorded."""
         await self._waits.until(
             attempt, lambda: self.version >= version, timeout, phase, lambda: self._versions.needs(version)
         )
@@ -264,12 +265,15 @@ class PolicyStore(ShakingCalls):
         return self._versions.validated(version)
 
     async def wait_prompts_due(self, attempt: int, chunk: int, lookahead: int, timeout: float) -> None:
-        """Wait until chunk `chunk` needs at most `lookahead` versions more than the current one to start."""
+        """Wait until the current version is at most `lookahead` versions before the one that `chunk` needs to start."""
         await self._until_due(attempt, lambda: self._due(chunk, lookahead), chunk, lookahead, timeout)
 
     async def grant_page(self, attempt: int, page: int, chunk: int, lookahead: int, timeout: float) -> PageGrant:
-        """Dynamic sampling: like `wait_prompts_due`, for a page with chunk `chunk`. Once the attempt has a version, a
-        page does not wait if it was granted before or the last iteration is trained."""
+        """Wait, with dynamic sampling, until page number `page` of prompts may be made; returns the permission.
+
+        This waits as `wait_prompts_due` does for the page's chunk `chunk`. A page that was granted before, or that
+        comes after the last iteration was trained, waits only until the attempt has a version.
+        """
 
         def ready() -> bool:
             if self.version < self.base:
@@ -281,7 +285,7 @@ class PolicyStore(ShakingCalls):
         return self._prompts.grant(page, self.version, self.admission.over(self.version))
 
     async def report_prompts(self, attempt: int, batches: Sequence[PromptBatch]) -> None:
-        """Record new batches of prompts with their cursors."""
+        """Record new batches of prompts, with the cursors at their beginnings."""
         async with self._changing(attempt):
             self._prompts.add(batches)
             for batch in batches:
@@ -292,12 +296,12 @@ class PolicyStore(ShakingCalls):
     async def report_filled(
         self, attempt: int, iteration: int, batch: int, used: int, metrics: dict[str, float]
     ) -> None:
-        """Dynamic sampling: report that the first `used` prompts of a batch complete `iteration`."""
+        """Record, with dynamic sampling, that `iteration` ends after the first `used` prompts of batch `batch`."""
         async with self._changing(attempt):
             self._events.append(PromptsMade(iteration, self._prompts.end(iteration, batch, used) | metrics))
 
     async def begin_of_batch(self, attempt: int, batch: int) -> PromptCursor:
-        """Return the cursor at the beginning of a batch of this attempt.
+        """Return the cursor at the beginning of batch number `batch` of this attempt.
 
         Raises:
             KeyError: the batch is unknown, or already deleted.
@@ -309,13 +313,13 @@ class PolicyStore(ShakingCalls):
         """Return the cursor at the end of the prompts of `iteration`.
 
         Raises:
-            KeyError: the place is not known yet, or already deleted.
+            KeyError: the cursor is not known yet, or already deleted.
         """
         self._check(attempt)
         return self._prompts.end_of(iteration, self.admission.drops_groups)
 
     async def end_prompts(self, attempt: int, version: int) -> None:
-        """Report that the prompts which `version` generates are the last ones."""
+        """Record that there are no prompts after the ones for which `version` generates responses."""
         async with self._changing(attempt):
             self._last_version = version
 
@@ -327,16 +331,18 @@ class PolicyStore(ShakingCalls):
     # events for the driver
 
     async def post(self, attempt: int, event: Event) -> None:
-        """Append an event, which the driver gets from `read_events`."""
+        """Append an event for the driver, which reads it with `read_events`."""
         async with self._changing(attempt):
             self._events.append(event)
 
     async def report_failure(self, reason: str) -> None:
-        """Report to the driver why the train workers are about to be restarted; belongs to no attempt."""
+        """Report to the driver why the train workers will be restarted. Can be called without an attempt."""
         self._events.append(AttemptFailed(reason))
 
     async def flush_events(self, attempt: int, version: int, timeout: float) -> None:
-        """Wait until the driver has recorded all events so far; a run that resumes after `version` sends none again.
+        """Wait until the driver has recorded all events so far, before a checkpoint of `version` is written.
+
+        A run that resumes from the checkpoint does not send them again.
 
         Raises:
             StoreTimeout: the driver took longer than `timeout` seconds.
@@ -361,7 +367,7 @@ class PolicyStore(ShakingCalls):
         self.stopping = True
 
     def _needed(self, chunk: int) -> int:
-        """Return the version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
+        """Return the lowest version at which chunk `chunk` of this attempt may start; -1 before `register_trainer`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
     def _due(self, chunk: int, lookahead: int) -> bool:
@@ -379,7 +385,7 @@ class PolicyStore(ShakingCalls):
 
     @asynccontextmanager
     async def _changing(self, attempt: int) -> AsyncIterator[None]:
-        """Hold the lock for a change of the state; raises `StaleAttempt` if the attempt has ended."""
+        """Hold the store's lock for a change of the state. Raises `StaleAttempt` if the attempt has ended."""
         async with self._changed:
             self._check(attempt)
             yield

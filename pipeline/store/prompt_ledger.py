@@ -1,4 +1,5 @@
-"""The cursors of batch beginnings and iteration ends. A restarted prompt source or run continues from them."""
+"""Cursors of the prompts at beginnings of batches and ends of iterations, from which a restarted prompt source, or a
+resumed run, continues."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +7,7 @@ from dataclasses import dataclass, replace
 from pipeline.store.cursor import PromptCursor
 
 PAGES_KEPT = 1000
-"""Number of latest pages whose grants are kept, in case the prompt source must make a page again."""
+"""Number of newest pages whose grants are kept, in case the prompt source must make a page again."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class PromptBatch:
     cursor: PromptCursor
     """Cursor at the beginning of the batch."""
     metrics: dict[str, int]
-    """Metrics of the prompts up to that place."""
+    """Metrics of the prompts before the batch."""
     iteration: int | None = None
     """The iteration that ends at the beginning of this batch; None with dynamic sampling (the filter stage reports
     it)."""
@@ -26,7 +27,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class PageGrant:
-    """The permission to make a page of prompts."""
+    """The permission to make a page of prompts, with dynamic sampling."""
 
     version: int
     """The policy version that was current when the page was granted."""
@@ -37,10 +38,10 @@ class PageGrant:
 
 
 class PromptLedger:
-    """The ledger of the prompts of one attempt.
+    """The cursors and page grants of one attempt.
 
     Args:
-        base: policy version that the attempt began with.
+        base: policy version with which the attempt began.
         start: cursor at the beginning of the attempt's first batch.
     """
 
@@ -48,7 +49,8 @@ class PromptLedger:
         self._base, self._start = base, start
         self._batches: dict[int, PromptBatch] = {0: PromptBatch(0, start, {})}
         self._ends: dict[int, tuple[int, int]] = {}
-        """With dynamic sampling, by iteration: its last batch, and the number of this batch's prompts that it used."""
+        """With dynamic sampling: iteration to (number of its last batch, number of prompts of this batch that it
+        used)."""
         self._grants: dict[int, PageGrant] = {}
 
     def add(self, batches: Sequence[PromptBatch]) -> None:
@@ -63,15 +65,19 @@ class PromptLedger:
         return self._start if batch == 0 else self._batches[batch].cursor
 
     def end(self, iteration: int, batch: int, used: int) -> dict[str, int]:
-        """Note that `iteration` ends after `used` prompts of a batch; returns the metrics of that batch."""
+        """Record that `iteration` ends after `used` prompts of batch `batch`; returns the metrics of the batch."""
         self._ends[iteration] = batch, used
         return self._batches[batch].metrics if batch in self._batches else {}
 
     def end_of(self, iteration: int, filtered: bool) -> PromptCursor:
         """Return the cursor at the end of the prompts of `iteration`.
 
+        Args:
+            iteration: number of the iteration.
+            filtered: whether the run uses dynamic sampling; then the end was recorded by `end`.
+
         Raises:
-            KeyError: the place is not known yet, or already deleted.
+            KeyError: the cursor is not known yet, or already deleted.
         """
         if iteration == self._base:
             return self._start
@@ -79,7 +85,13 @@ class PromptLedger:
         return replace(self._batches[batch].cursor, skip=used)
 
     def grant(self, page: int, version: int, over: bool) -> PageGrant:
-        """Grant a page. A page that is made again gets the same grant as before."""
+        """Return the grant of page number `page`. A page that is made again gets the same grant as before.
+
+        Args:
+            page: number of the page.
+            version: the current policy version.
+            over: whether the last iteration is trained.
+        """
         if page not in self._grants:
             before = max((grant.version for grant in self._grants.values()), default=-1)
             self._grants[page] = PageGrant(version, version > before, over)
@@ -91,7 +103,12 @@ class PromptLedger:
         return page in self._grants
 
     def forget(self, version: int, filtered: bool) -> None:
-        """Delete the cursors that no caller can request any more now that `version` is current."""
+        """Delete cursors that cannot be requested any more once `version` is current.
+
+        Args:
+            version: the current policy version.
+            filtered: whether the run uses dynamic sampling.
+        """
         oldest = version - 1 - self._base
         if filtered:
             trained = [iteration for iteration in self._ends if iteration < version]

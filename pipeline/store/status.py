@@ -1,4 +1,4 @@
-"""The report of the train workers to the policy store at their start, and the store's report on the run."""
+"""Two reports: of the train workers to the policy store at the start of an attempt, and of the store on the run."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,14 @@ from pipeline.store.cursor import PromptCursor
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The restored state of the train workers when an attempt begins."""
+    """The restored state of the train workers at the start of an attempt."""
 
     version: int
+    """Policy version of the restored weights; 0 in a new run."""
     cursor: PromptCursor
     """Cursor at the beginning of the next iteration's prompts."""
     validated: bool
-    """True if the validation of the version is already recorded."""
+    """True if the validation of this version is recorded already."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class StoreStatus:
     """The current state of the run."""
 
     attempt: int
+    """Number of the current attempt."""
     base: int
-    """Version that the attempt began with; -1 before the train workers are there."""
+    """Policy version with which the attempt began; -1 before the train workers have registered."""
     version: int
+    """The current policy version; -1 before the first."""
     stopping: bool
+    """True if the run was requested to stop."""
     waiting: dict[str, int]
     """Number of waiting callers, by phase."""
     alive_s: float

@@ -1,7 +1,7 @@
-"""The published versions: the weights of each one, and which one is current.
+"""The published policy versions, references to their weights, and the number of the current one.
 
-Versions become current in order, each as soon as all ranks have published it. A version that is to be validated stays
-current until its validation is recorded, so all its validation responses come from its own weights. In a strictly
+Versions become current in order, each as soon as all ranks have published it. A version that will be validated stays
+current until its validation is recorded, so all responses of the validation come from its weights. In a strictly
 on-policy run this delays no version: the rows that train the next version follow the validation rows in the stream.
 """
 
@@ -15,27 +15,29 @@ from pipeline.weights.load import Shard, checksum
 POLICY = "policy"
 CRITIC = "critic"
 KL_COEFS_KEPT = 1000
-"""Number of latest versions whose KL coefficients are kept; no row is that old when the advantage stage reads one."""
+"""Number of newest versions whose KL coefficients are kept. No row in the advantage stage is from an older version."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """The weights of one model at one version. As the answer to `admit` it also permits a chunk to start."""
+    """References to the weights of one model at one version. A ticket from `admit` also permits a chunk to start."""
 
     version: int
     shards: list[Shard]
+    """One shard per train rank, by rank."""
     greeting: GreetingPlan | None = None
-    """Rows that an engine generates with this version for the trainer's handshake; None if it has them."""
+    """Rows that the engine must generate for the handshake, which compares log-probs of engine and trainer; None if
+    none are needed."""
 
 
 @dataclass
 class Published:
-    """The parts of one version that train ranks have published."""
+    """The shards of one version that train ranks have published so far."""
 
     validates: bool = False
     """True if the version stays current until it has been validated."""
     shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
-    """Published parts by model and rank."""
+    """Model to rank to shard."""
     checksum: int = 0
     """Checksum of the policy's weights."""
     stepped_at: float = 0.0
@@ -50,7 +52,7 @@ class _Validation:
     prompts: int | None = None
     """Number of validation prompts; None until the prompt stage has announced it."""
     recorded: set[str] = field(default_factory=set)
-    """`uid` of the prompts whose responses have been recorded."""
+    """`uid` of each prompt whose scores have been recorded."""
 
     @property
     def over(self) -> bool:
@@ -61,8 +63,7 @@ class Versions:
     """The versions of one attempt.
 
     Args:
-        max_staleness: largest number of versions by which the version that an engine loads may be older than the
-            current one.
+        max_staleness: largest number of versions by which an engine's version may be older than the current one.
     """
 
     def __init__(self, max_staleness: int):
@@ -92,17 +93,17 @@ class Versions:
             self._advance()
 
     def announce(self, version: int, prompts: int) -> None:
-        """Note that `version` is validated on `prompts` prompts."""
+        """Record that `version` will be validated on `prompts` prompts."""
         self._validations[version].prompts = prompts
         self._advance()
 
     def record(self, version: int, uids: Iterable[str]) -> None:
-        """Note that the validation responses to these prompts are recorded."""
+        """Record that the scores of these validation prompts, given by `uid`, are recorded."""
         self._validations[version].recorded.update(uids)
         self._advance()
 
     def ticket(self, model: str, greeting: GreetingPlan | None = None) -> Ticket:
-        """Return the current weights of `model`, with a greeting request for the engine."""
+        """Return the current weights of `model`, and pass on the request for the handshake's rows, `greeting`."""
         entry = self._published[self.current]
         if model not in entry.shards:
             raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
@@ -110,19 +111,19 @@ class Versions:
         return Ticket(self.current, [shards[rank] for rank in sorted(shards)], greeting)
 
     def kl_coef(self, version: int) -> float:
-        """Return the coefficient of the KL in the reward that was published with a version.
+        """Return the KL coefficient of the reward that was published with `version`.
 
         Raises:
-            KeyError: the version is not known (any more).
+            KeyError: the version is not known yet, or already deleted.
         """
         return self._kl_coefs[version]
 
     def validated(self, version: int) -> bool:
-        """Return whether the version is or was current, and its whole validation, if any, is recorded."""
+        """Return whether `version` is or was current, and its validation is completely recorded, if it has one."""
         return version < self.current or (version == self.current and not self._awaits_validation(version))
 
     def needs(self, version: int) -> str:
-        """Describe the missing condition for `version` to become current."""
+        """Describe, as a clause for errors, the event without which `version` cannot become current."""
         if self._complete(version):
             return f"policy version {version}, which follows when version {self.current} has been validated"
         missing = sorted(set(range(self.world_size)) - self._published.get(version, Published()).ranks())

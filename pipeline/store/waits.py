@@ -1,4 +1,4 @@
-"""Waits inside the policy store. Their deadlines count from the last heartbeat of the run."""
+"""Waits inside the policy store, with deadlines that count from the last heartbeat (report of progress) of the run."""
 
 import asyncio
 import time
@@ -9,10 +9,10 @@ from pipeline.store.errors import StoreTimeout
 
 
 class Waits:
-    """The waits inside one store.
+    """The waits inside one policy store.
 
     Args:
-        check: gets the number of an attempt, and raises `StaleAttempt` if that attempt has ended.
+        check: called with the number of an attempt; raises `StaleAttempt` if the attempt has ended.
     """
 
     def __init__(self, check: Callable[[int], None]):
@@ -30,7 +30,7 @@ class Waits:
         return time.monotonic() - self._alive_at
 
     def heartbeat(self, party: str) -> None:
-        """Note that `party` has made progress. The caller must hold `changed`."""
+        """Record that `party` has made progress, and wake all waits. The caller must hold `changed`."""
         self._alive_at = time.monotonic()
         self.alive_by = party
         self.changed.notify_all()
@@ -38,9 +38,17 @@ class Waits:
     async def until(
         self, attempt: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]
     ) -> None:
-        """Wait until `ready()` is true. `phase` (also in `waiting`) and `what` name the wait in the error.
+        """Wait until `ready()` is true.
+
+        Args:
+            attempt: attempt of the caller.
+            ready: condition.
+            timeout: seconds since the later of the last heartbeat and the beginning of this wait.
+            phase: name of the wait, in `waiting` and in the error.
+            what: event that is awaited, for the error.
 
         Raises:
+            StaleAttempt: the attempt has ended.
             StoreTimeout: no heartbeat came for `timeout` seconds.
         """
         begun = time.monotonic()

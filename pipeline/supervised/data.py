@@ -1,9 +1,9 @@
-"""The reader of parquet rows as token rows, in a Ray Data stream.
+"""Reads rows of parquet files and encodes them as rows of tokens, in a Ray Data stream, for the supervised jobs.
 
-1. The unit of work is a row group. Its place in the order, and the order of its rows, follow only from seed and epoch,
-   so a run repeats itself on any number of workers. Only footers are read up front.
-2. No row is ever left out of the stream, so the number of steps is known before the first row is read. A row without
-   anything to learn stays in, and nothing is learnt from it.
+1. Files are read by row groups. The order of row groups, and the order of rows within one, depend only on seed and
+   epoch, so a run is repeatable for any number of workers. Only the footers of files are read up front.
+2. No row is removed from the stream, so the number of steps is known before the first row is read. A row that does not
+   fit stays in the stream without tokens to learn from.
 """
 
 from abc import ABC, abstractmethod
@@ -30,18 +30,19 @@ from pipeline.prompts.parquet import PromptFile, Slice
 
 SLICE_ROWS = 2048
 CHECKED_ROWS = 256
-"""Number of rows that are encoded before anything starts; the others are checked as they are read."""
+"""Number of rows that are encoded as a check before a job starts; the others are checked when they are read."""
 
 D = TypeVar("D", bound=SupervisedDataConfig)
 
 
 class RowGroup(NamedTuple):
-    """One row group of one file."""
+    """One row group of one parquet file."""
 
     file: PromptFile
     number: int
+    """Number of the row group in the file, from 0."""
     first: int = 0
-    """Number of its first row among the rows of all files."""
+    """Number of the row group's first row among the rows of all files."""
 
     @property
     def rows(self) -> int:
@@ -49,7 +50,7 @@ class RowGroup(NamedTuple):
 
 
 class RowEncoder(ABC, Generic[D]):
-    """Encoder of a file's rows as token rows, with the model's chat template."""
+    """Encoder that turns rows of files into rows of tokens, with the model's chat template."""
 
     def __init__(self, tokenizer: Any, data: D) -> None:
         self.tokenizer = tokenizer
@@ -58,24 +59,29 @@ class RowEncoder(ABC, Generic[D]):
 
     @classmethod
     def of(cls, model: ModelConfig, data: D) -> Self:
-        """Make an encoder with the model's tokenizer, and the ends of its answers."""
+        """Make an encoder with the tokenizer and the end tokens of `model`."""
         encoder = cls(load_tokenizer(model), data)
         encoder.ends = find_ends(model, encoder.tokenizer, data.apply_chat_template_kwargs).ids
         return encoder
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer (`models/ends.py`); without a model, only the tokenizer determines them."""
+        """Ids of the end tokens (`models/ends.py`), by the tokenizer and the chat template unless `of` has set them."""
         return ends_of(self.tokenizer, self.data.apply_chat_template_kwargs).ids
 
     @cached_property
     def arguments_of_template(self) -> set[str]:
-        """The variables that the chat template takes from outside."""
+        """Names of the variables that the chat template reads and does not set itself."""
         return arguments_of(self.tokenizer, self.data.apply_chat_template_kwargs.get("chat_template"))
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
-        """Find the row groups of all files that `paths`, the value of the setting `key`, names, in order.
+        """Find the row groups of files, in order. Empty row groups are left out.
+
+        Args:
+            paths: value of the setting `key`, which names the files.
+            key: name of the setting, for errors.
+            data: settings of the data.
 
         Raises:
             ValueError: a file does not exist, is not parquet, has no rows, or lacks a column.
@@ -94,31 +100,38 @@ class RowEncoder(ABC, Generic[D]):
     @staticmethod
     @abstractmethod
     def check(schema: pa.Schema, where: str, data: Any) -> None:
-        """Refuse a file that lacks a column.
+        """Check that a file has the columns that the encoder needs, with the right types.
+
+        Args:
+            schema: columns of the file.
+            where: beginning of errors, which names the file.
+            data: settings of the data.
 
         Raises:
-            ValueError: the sentence begins with `where`.
+            ValueError: a column is missing, or has another type.
         """
 
     @abstractmethod
     def columns(self) -> list[str | None]:
-        """Return the columns that `encode` reads if a file has them."""
+        """Return the names of the columns that `encode` reads if a file has them; None for a setting that is null."""
 
     def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
-        """Prepare a row group's rows in the file's order, before they are shuffled; may add columns that need all
-        rows."""
+        """Prepare the rows of a row group, in the file's order, before they are shuffled.
+
+        A subclass may add columns here that depend on the order, such as row numbers.
+        """
         return rows
 
     @abstractmethod
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
-        """Encode each row as one token row; columns of tokens end with `_ids`.
+        """Encode each row as one row of tokens. Names of columns with token ids end with `_ids`.
 
         Args:
             rows: rows with the `columns` that the file has.
             places: file and number of each row, for errors.
 
         Raises:
-            ValueError: a row cannot be learnt; the sentence begins with its place.
+            ValueError: a row cannot be used; the sentence begins with the row's entry in `places`.
         """
 
     @cached_property
@@ -127,27 +140,32 @@ class RowEncoder(ABC, Generic[D]):
         return special_tokens(self.tokenizer)
 
     def spellings(self, given: Any, place: str) -> Spellings:
-        """Find the special tokens that a conversation spells, and note them."""
+        """Find the special tokens that texts of a conversation spell, and keep a note on them for the user.
+
+        Args:
+            given: the conversation, of JSON's types.
+            place: file and number of the row, for errors.
+        """
         spellings = self.special.spellings(given, f"{place}: ")
         self.omissions.note(spellings.note)
         return spellings
 
     def check_written(self, messages: Messages, text: str, place: str, start: int = 0, **more: Any) -> None:
-        """Refuse a conversation that the template does not write as a whole; see `Omissions.check` and `render`."""
+        """Raise ValueError if the chat template omits a part of a conversation; see `Omissions.check` and `render`."""
         self.omissions.check(messages, text, lambda some: self.render(some, False, place, **more), place, start)
 
     def check_answer(self, messages: Messages, text: str, place: str, **more: Any) -> None:
-        """Refuse an answer, the last message, that the template does not write as a whole; see `render`."""
+        """Raise ValueError if the chat template omits a part of the last message, the assistant's; see `render`."""
         check_answer(messages, text, lambda some: self.render(some, False, place, **more), place)
 
     def render(self, messages: Messages, generate: bool, place: str, **more: Any) -> str:
-        """Render the text of `messages`, followed by the opening of the assistant's next turn if `generate`.
+        """Render messages with the chat template.
 
         Args:
             messages: as from `read_messages`.
-            generate: whether the assistant's turn is opened.
-            place: beginning of the error.
-            more: arguments of the template, which override the settings.
+            generate: whether to end with the opening of an assistant message (`add_generation_prompt`).
+            place: beginning of errors: file and number of the row.
+            more: further arguments of the template, which override `data.apply_chat_template_kwargs`.
 
         Raises:
             ValueError: the template fails.
@@ -167,11 +185,15 @@ class RowEncoder(ABC, Generic[D]):
         return rendered(messages, render)
 
     def write(self, spellings: Spellings, messages: Messages, generate: bool, place: str, **more: Any) -> str:
-        """Render as `render` does, with stand-ins."""
+        """Render as `render` does, with stand-ins for special tokens that texts spell (`Spellings.render`)."""
         return spellings.render(lambda given: self.render(given[0], generate, place, **given[1]), (messages, more))
 
     def answer_length(self, part: list[int]) -> int:
-        """Count the tokens up to the end of the turn: the policy never generates later tokens of the template."""
+        """Return how many of the tokens `part`, an assistant message as the template writes it, the policy generates.
+
+        These are the tokens up to and including the end token. The template may write more after it, such as a newline,
+        which the policy never generates.
+        """
         places = [place for place, token in enumerate(part) if token in self.ends]
         if not places:
             return len(part)
@@ -183,7 +205,13 @@ class RowEncoder(ABC, Generic[D]):
 
 
 def read(group: RowGroup, encoder: RowEncoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
-    """Yield the encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
+    """Yield the encoded rows of one row group, at most `SLICE_ROWS` at a time.
+
+    Args:
+        group: the row group.
+        encoder: encodes the rows.
+        random: shuffles the rows; None keeps the order of the file.
+    """
     rows = encoder.whole(_read(group, encoder, group.rows), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
@@ -193,7 +221,7 @@ def read(group: RowGroup, encoder: RowEncoder[Any], random: np.random.Generator 
 
 
 def _read(group: RowGroup, encoder: RowEncoder[Any], rows: int) -> pa.Table:
-    """Read the first rows of a row group. Raises ValueError if one has images, videos or sound."""
+    """Read the first `rows` rows of a row group. Raises ValueError if one has images, videos or sound."""
     media = group.file.media
     columns = [name for name in [*encoder.columns(), *media] if name]
     parts = list(group.file.read([Slice(group.number, 0, rows)], columns))
@@ -206,10 +234,12 @@ def _read(group: RowGroup, encoder: RowEncoder[Any], rows: int) -> pa.Table:
 
 
 def notes(groups: list[RowGroup], encoder: RowEncoder[Any]) -> Iterator[str]:
-    """Encode the first rows of the files; yields sentences on columns and fields that nothing reads.
+    """Encode the first rows of the files as a check; yields sentences for the user on columns and fields not read.
+
+    About `CHECKED_ROWS` rows are encoded in all.
 
     Raises:
-        ValueError: one of these rows cannot be learnt.
+        ValueError: one of these rows cannot be used.
     """
     first = list({group.file.name: group for group in reversed(groups)}.values())[::-1][:CHECKED_ROWS]
     for group in first:
@@ -224,7 +254,15 @@ def notes(groups: list[RowGroup], encoder: RowEncoder[Any]) -> Iterator[str]:
 def held_rows(
     groups: list[RowGroup], encoder: RowEncoder[Any], limit: int, rank: int, world_size: int
 ) -> pa.Table | None:
-    """Hold one rank's share of the first `limit` rows (all if negative) in memory; None without row groups."""
+    """Read one rank's share of the validation rows into memory; None without row groups.
+
+    Args:
+        groups: row groups of the validation files.
+        encoder: encodes the rows.
+        limit: number of rows over all ranks, the first ones; negative for all.
+        rank: this rank.
+        world_size: number of ranks; row i goes to rank i modulo this.
+    """
     tables: list[pa.Table] = []
     rows_before = 0
     for group in groups:
@@ -240,7 +278,7 @@ def held_rows(
 
 
 class Reader:
-    """The Ray Data stage: numbers of row groups in, token rows out."""
+    """The Ray Data stage that reads row groups, given by epoch and number, and returns encoded rows."""
 
     def __init__(
         self, groups: list[RowGroup], encoder: type[RowEncoder[Any]], model: ModelConfig, data: Any, seed: int
@@ -264,8 +302,17 @@ def train_dataset(
     epochs: int,
     block_rows: int,
 ) -> ray.data.Dataset:
-    """Build one stream of all epochs in blocks of `block_rows` rows (the last may be smaller), in a repeatable
-    order."""
+    """Build the stream of encoded rows of all epochs, in an order that depends only on the seed.
+
+    Args:
+        groups: row groups of the training files.
+        encoder: class of the encoder.
+        model: settings of the model, for the tokenizer.
+        data: settings of the data.
+        seed: seed of the order.
+        epochs: number of epochs.
+        block_rows: number of rows of each block; the last may have fewer.
+    """
     order = []
     for epoch in range(epochs):
         numbers = np.random.default_rng([seed, epoch]).permutation(len(groups)) if data.shuffle else range(len(groups))
@@ -283,5 +330,5 @@ def train_dataset(
 
 
 def lists(rows: Iterable[pa.ListScalar]) -> list[np.ndarray]:
-    """Convert lists of integers to one int64 array each."""
+    """Convert each list of integers of an Arrow column to an int64 array."""
     return [row.values.to_numpy().astype(np.int64) for row in rows]

@@ -1,11 +1,11 @@
-"""Preference learning (DPO, IPO, ...): the policy against its start model, on fixed preferences.
+"""The train worker of `jobs.dpo`: preference learning (DPO, IPO, ...) on a fixed data set of pairs.
 
-1. The reference is the start model. Before the first step the policy is that model, so a first pass over the rows gives
-   the reference's log-probs, and no second model is ever loaded. Every rank keeps them by the row's number, two numbers
-   for a pair, because rows come in another order, and to other ranks, in each epoch. A frozen copy would give the same
-   numbers, but would need the memory of another model, and one more pass over it in every epoch.
+1. The reference policy is the start model. Before the first step the policy equals it, so a first pass over all rows
+   computes the reference's log-probs, and no second model is ever loaded. Every rank keeps them for all rows, two
+   numbers per pair, because in each epoch rows come in another order and to other ranks. A frozen copy of the model
+   would give the same numbers, but would need the memory of a second model and another pass in every epoch.
 2. Both answers of a pair run in one forward pass, after one copy of their prompt (`models/sharing.py`).
-3. The loss is a mean over the pairs of the global batch (`loop.py`).
+3. The loss is the mean over the pairs of the global batch (`loop.py`).
 """
 
 import time
@@ -26,17 +26,17 @@ from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, AnswerBatch, D
 from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
-"""Sums over a micro-batch: the loss, kept rows, answers of each side, their rewards and log-probs, and pairs whose
-rewards are on the right side."""
+"""Names of the sums over a micro-batch: losses; number of kept rows; number of answers, sum of rewards and sum of
+log-probs of each side; and number of pairs whose chosen answer has the larger reward."""
 MEASURED = (
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected"),
 )
-"""Metrics of a batch."""
+"""Names of the metrics of a batch."""
 
 
 class DPOLoop(SupervisedLoop[DPOConfig]):
-    """One train worker."""
+    """The train loop of one train worker of `jobs.dpo`."""
 
     encoder = DPOEncoder
     measured = SUMS
@@ -53,7 +53,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return policy
 
     def run(self) -> None:
-        """Score all rows under the reference, then train."""
+        """Compute the reference's log-probs of all rows, then train."""
         self.keep_reference()
         self.rows = self.open("train")
         super().run()
@@ -61,7 +61,11 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The reference.
 
     def keep_reference(self) -> None:
-        """Read the first pass and keep the start model's log-probs of its answers; a collective."""
+        """Compute and keep the reference's log-probs of both answers of every row, with the untrained policy.
+
+        Reads the data set of the first pass. A collective. Sets `self.reference`, [rows, 2] by row number, NaN for rows
+        that the pass did not have.
+        """
         numbers, scores = [np.zeros(0, dtype=np.int64)], [np.zeros((0, len(SIDES)))]
         tokens, start = 0, time.perf_counter()
         while (table := self.rows.next("rows for the reference")) is not None:
@@ -84,7 +88,10 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
     @torch.no_grad()
     def score(self, table: pa.Table) -> np.ndarray:
-        """Compute the log-probs of both answers of each row, [R, 2] float64, 0 for absent ones; a collective."""
+        """[R, 2] float64, log-prob of the chosen and the rejected answer of each row under the current policy.
+
+        A log-prob is the sum over the answer's tokens, in nats; 0 for a row that was left out. A collective.
+        """
         self.model.eval()
         scores = np.zeros((len(table), len(SIDES)))
         for index in self.micro_batches(self.lengths(table)):
@@ -100,7 +107,10 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The update.
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """Take one optimiser step; `dropped` counts the rows left out so far."""
+        """Take one optimiser step on the rows of `table`; a collective.
+
+        Returns the metrics of the global batch. `dropped` is the number of rows left out so far in the run.
+        """
         row = table["row"].to_numpy()
         scores = self.reference[row[row < len(self.reference)]]
         if len(scores) < len(row) or not np.isfinite(scores).all():
@@ -134,7 +144,13 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return torch.cat([loss[None], counts, torch.stack([value.detach().sum() for value in values])])
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """Compute the metrics; means over nothing are left out."""
+        """Compute the metrics of a batch. Means over no rows are left out.
+
+        Args:
+            sums: the `SUMS` over all ranks.
+            total: number of kept pairs, over all ranks.
+            rows: number of rows, over all ranks.
+        """
         found = dict(zip(SUMS, sums, strict=True))
         metrics = {"loss": found["loss"] / total} if total else {}
         for side in SIDES:
@@ -159,11 +175,17 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     # The forward pass.
 
     def _packs(self, answers: AnswerBatch, members: list[int]) -> list[list[int]]:
-        """Return the packs of a row's answers: one, if they share a copy of their prompt."""
+        """Group the answers of one row into packs: a single pack if they share one copy of their prompt.
+
+        Args:
+            answers: the answers of all rows.
+            members: numbers of the row's answers in `answers`.
+        """
         return share_prefixes(answers.tokens, members, self.config.trainer.max_token_len_per_gpu, self._shared)
 
     def lengths(self, table: pa.Table) -> list[int]:
-        """Count the tokens of each row; if padded, for a micro-batch in which it is the longest row."""
+        """Return the number of tokens of each row in a micro-batch, both answers counted. If rows are padded, padding
+        counts as in a micro-batch in which the row is the longest."""
         answers = AnswerBatch.of(table)
         lengths = []
         for members in answers.of_row(len(table)):
@@ -172,8 +194,11 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         return lengths
 
     def _forward(self, part: pa.Table) -> tuple[AnswerBatch, Tensor, Tensor]:
-        """Run a micro-batch; returns its answers, and for each the sum of its log-probs [C] float64 and its number of
-        learnt tokens [C]."""
+        """Run the policy on the rows `part`, one micro-batch.
+
+        Returns the C answers; [C] float64, the sum of the log-probs of each answer's tokens of the assistant; and [C],
+        the number of these tokens.
+        """
         answers = AnswerBatch.of(part)
         packs = [one for members in answers.of_row(len(part)) for one in self._packs(answers, members)]
         inputs = pack(answers.tokens, packs, read=answers.learnt, packed=self.packed).to(self.device)
@@ -191,5 +216,5 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
 
 
 def _correct(data: PreferenceInput) -> Tensor:
-    """Return [C] 1 for each pair whose chosen answer has the larger reward, half if both are equal."""
+    """[C] 1 for each pair whose chosen answer has the larger reward, 0.5 if the rewards are equal, else 0."""
     return (torch.sign((data.chosen - data.rejected).detach()) + 1) / 2

@@ -1,8 +1,8 @@
-"""Pairs as token rows: one prompt, and the answers `chosen` and `rejected` to it.
+"""Encoding of preference pairs for DPO: a prompt, and the answers `chosen` and `rejected`, as rows of tokens.
 
-1. A prompt is tokenised as when the policy generates. Each answer of the assistant is tokenised separately from the
-   text before it (`sft.py`). So both sides follow the same tokens.
-2. Each row has its number in the files, by which the reference's log-probs are kept (`dpo.py`).
+1. The prompt is tokenised as when the policy generates. Each assistant message of an answer is tokenised separately
+   from the text before it (`sft.py`). So both answers follow the same tokens of the prompt.
+2. Each row has its number among the rows of all files, by which the reference's log-probs are kept (`dpo.py`).
 """
 
 from typing import Any, NamedTuple
@@ -29,23 +29,24 @@ SCHEMA = pa.schema(
         *[column for side in SIDES for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
     ]
 )
-"""Tokens of a pair. In an answer's mask, 1 is a token of the assistant. A row that is left out has no tokens."""
+"""Columns of an encoded pair: token ids of the prompt and of both answers. The mask of an answer is 1 for tokens that
+the policy generates. A pair that is left out has no tokens."""
 
 ROW = "row number"
-"""Column that `whole` adds."""
+"""Column that `whole` adds: number of the row among the rows of all files."""
 
 Segments = list[tuple[str, bool]]
-"""Texts of an answer, each with True if it is learnt."""
+"""Texts that make up an answer, each with True if the assistant writes it, so that it trains."""
 
 
 class DPOEncoder(RowEncoder[DPODataConfig]):
-    """Encoder of pairs as rows of `SCHEMA`."""
+    """Encoder that turns preference pairs into rows of `SCHEMA`."""
 
     schema = SCHEMA
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
-        """Find as `Encoder.find_row_groups` does; also read all rows, and refuse one without a prompt or an answer."""
+        """Find row groups as `RowEncoder.find_row_groups` does, and check all rows for a prompt and two answers."""
         groups = super().find_row_groups(paths, key, data)
         encoder = cls(None, data)
         columns = [name for name in encoder.columns() if name]
@@ -94,10 +95,12 @@ class DPOEncoder(RowEncoder[DPODataConfig]):
         return pa.Table.from_pylist(encoded, schema=self.schema)
 
     def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
-        """Read the prompt of a row and its answers by side.
+        """Read the prompt of a row, and the answers `chosen` and `rejected`, as messages.
+
+        Without a column for the prompt, it is the common beginning of both sides.
 
         Raises:
-            ValueError: a side is missing, or both are equal, or they have no prompt.
+            ValueError: an answer or the prompt is missing, or both answers are equal; the sentence begins with `place`.
         """
         keys = {CHOSEN: self.data.chosen_key, REJECTED: self.data.rejected_key}
         sides = {side: answer_messages(row[key], f"{place}, column {key!r}") for side, key in keys.items()}
@@ -141,7 +144,15 @@ class DPOEncoder(RowEncoder[DPODataConfig]):
         return answer
 
     def _segments(self, spellings: Spellings, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
-        """Render the text of an answer, with stand-ins, after the `opening`, the rendered prompt."""
+        """Render an answer as the texts that follow the rendered prompt.
+
+        Args:
+            spellings: special tokens that texts of the row spell; the texts get stand-ins for these.
+            prompt: messages of the prompt.
+            opening: the rendered prompt, with the opening of an assistant message.
+            answer: messages of the answer.
+            place: beginning of errors: file, row and side.
+        """
         segments: Segments = []
         done = opening
         for number, message in enumerate(answer):
@@ -160,7 +171,13 @@ class DPOEncoder(RowEncoder[DPODataConfig]):
         return segments
 
     def _fitted(self, prompt: list[int], segments: list[tuple[str, bool, list[int]]], place: str) -> dict[str, Any]:
-        """Return the token columns of one row."""
+        """Return the token columns of one row, shortened by `data.truncation` if a side exceeds `data.max_length`.
+
+        Args:
+            prompt: token ids of the prompt.
+            segments: (side, whether the assistant writes it, token ids) of the segments of both answers.
+            place: beginning of errors: file and row.
+        """
         ids: dict[str, list[int]] = {side: [] for side in SIDES}
         mask: dict[str, list[int]] = {side: [] for side in SIDES}
         for side, of_assistant, part in segments:
@@ -184,10 +201,10 @@ class DPOEncoder(RowEncoder[DPODataConfig]):
 
 
 def answer_messages(value: Any, place: str) -> Messages:
-    """Read a cell as messages that end with an answer of the assistant.
+    """Read the cell of a column as messages that end with a message of the assistant.
 
     Raises:
-        ValueError: it does not hold an answer.
+        ValueError: the cell is empty, or its last message is another one; the sentence begins with `place`.
     """
     if value is None or value in ("", []):
         raise ValueError(f"{place}: the answer is empty; remove the row, or give one.")
@@ -201,25 +218,26 @@ def answer_messages(value: Any, place: str) -> Messages:
 
 
 def _begins_answer(messages: Messages, place: int) -> bool:
-    """Return whether an answer begins at a place, after a message of another role."""
+    """Return whether message number `place` is of the assistant, and the message before it of another role."""
     roles = [message["role"] for message in messages[place - 1 : place + 1]]
     return len(roles) == 2 and roles[1] == "assistant" != roles[0]
 
 
 class AnswerBatch(NamedTuple):
-    """C answers of the rows of a table, as contexts after their prompts."""
+    """The C answers, chosen and rejected, in the rows of a table, as flat arrays."""
 
     tokens: TokenBatch
+    """The answers as contexts: each a prompt, and the answer as the response; N answer tokens in all."""
     learnt: np.ndarray
-    """[N] bool, true for tokens of the assistant."""
+    """[N] bool, true for tokens that train (tokens of the assistant)."""
     row: np.ndarray
-    """[C] int64, ascending: number of each answer's row in the table."""
+    """[C] int64, ascending, number of the row in the table that each answer belongs to."""
     side: np.ndarray
-    """[C] int64, the index of each answer's side in `SIDES`."""
+    """[C] int64, 0 for a chosen answer, 1 for a rejected one (index in `SIDES`)."""
 
     @classmethod
     def of(cls, table: pa.Table) -> "AnswerBatch":
-        """Collect the answers of both sides, row by row; absent ones are left out."""
+        """Collect the answers of both sides from rows of `SCHEMA`, row by row. Answers without tokens are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
         ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)
         masks = [flat(table, f"{side}_mask")[0] for side in SIDES]
@@ -239,6 +257,6 @@ class AnswerBatch(NamedTuple):
         return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
 
     def of_row(self, rows: int) -> list[list[int]]:
-        """Return the answers of each of the table's rows."""
+        """Return the numbers of the answers in each of the table's `rows` rows."""
         ends = np.searchsorted(self.row, np.arange(rows + 1))
         return [list(range(ends[row], ends[row + 1])) for row in range(rows)]

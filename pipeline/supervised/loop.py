@@ -1,10 +1,10 @@
 """The train worker of the supervised jobs (`jobs.sft`, `jobs.reward_model`, `jobs.dpo`): Ray Train, FSDP2 and Ray Data.
 
-1. The loss is a mean over the global batch: a sum per micro-batch, divided by the count over all ranks, and added up by
-   FSDP. So neither ranks nor micro-batches change the result.
-2. Each rank gets `train_batch_size / num_workers` rows per step as one block. The ranks get blocks in turn, so step k
-   sees the same rows on any number of ranks.
-3. Rows run in micro-batches under a token budget, packed or grouped by length (`models/micro_batches.py`).
+1. The loss is a mean over the global batch. Each micro-batch computes a sum, divided by the count over all ranks, and
+   FSDP sums the gradients. So the result does not depend on the number of ranks or on micro-batches.
+2. Each rank gets `train_batch_size / num_workers` rows per step, as one block. The ranks get blocks in turn, so step k
+   trains on the same rows for any number of ranks.
+3. Rows run in micro-batches within a token budget, packed or grouped by length (`models/micro_batches.py`).
 """
 
 import math
@@ -42,35 +42,38 @@ from pipeline.train.optim import build_optimizer, build_scheduler
 
 C = TypeVar("C", bound=SupervisedConfig)
 NOTES = "training_notes.txt"
-"""File in the folder of a trained model with the choices for it that differ from its settings."""
+"""File in the folder of a trained model with notes on choices that were made while it was loaded."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings(Generic[C]):
-    """The arguments of every train worker; `progress` is the actor that takes `post(dict)`."""
+    """The arguments of every train worker."""
 
     loop: "type[SupervisedLoop[C]]"
+    """Class of the train loop."""
     config: C
     steps: int
+    """Number of optimiser steps."""
     val_groups: list[RowGroup]
+    """Row groups of the validation files; empty without validation."""
     progress: Any
+    """Handle of the Ray actor that shows metrics (`post`) and notes (`note`) to the user."""
 
 
 def train_loop(settings: dict[str, WorkerSettings[Any]]) -> None:
-    """Entry point of a Ray Train worker."""
+    """Run the train loop in a Ray Train worker, as its entry point."""
     config = settings["settings"]
     config.loop(config).run()
 
 
 class SupervisedLoop(ABC, Generic[C]):
-    """One train worker. A subclass defines the model and its loss.
+    """The train loop of one train worker. A subclass defines the model and its loss.
 
     Attributes:
-        encoder: class of the encoder of rows as token rows.
-        measured: names of the metrics that `sums` returns; the first one is the loss.
-        packed: whether a micro-batch joins rows end to end, without padding.
-        first_pass: whether the worker reads the first epoch's rows once more, before it trains; their data set is
-            `first_pass`.
+        encoder: class of the encoder that turns rows of files into rows of tokens.
+        measured: names of the metrics whose sums `sums` returns; the first one is the loss.
+        packed: whether rows lie end to end in a micro-batch, without padding.
+        first_pass: whether the worker reads the rows of one epoch before training, from the data set `first_pass`.
     """
 
     encoder: ClassVar[type[RowEncoder[Any]]]
@@ -106,8 +109,8 @@ class SupervisedLoop(ABC, Generic[C]):
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
 
     def open(self, name: str) -> TimedIterator:
-        """Open this rank's blocks of the data set `name`. Only one is open at a time: each holds a CPU for its
-        reader."""
+        """Start to read this rank's blocks of the data set `name`. Only one data set may be open at a time, because the
+        reader of each holds a CPU."""
         blocks = ray.train.get_dataset_shard(name).iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=1
         )
@@ -116,21 +119,27 @@ class SupervisedLoop(ABC, Generic[C]):
 
     @abstractmethod
     def load(self) -> Pretrained:
-        """Load the model; every rank of `mesh` reads its slices."""
+        """Load the model; every rank of `self.mesh` reads its slices of the weights."""
 
     @abstractmethod
     def count(self, table: pa.Table) -> int:
-        """Return the divisor of sums over these rows, such as the number of their learnt tokens."""
+        """Return the count that turns sums over these rows into means, such as the number of trained tokens."""
 
     @abstractmethod
     def lengths(self, table: pa.Table) -> list[int]:
-        """Return the tokens of each row in a micro-batch in which it is the longest, padding included unless rows are
-        `packed`."""
+        """Return the number of tokens of each row in a micro-batch. If rows are padded, padding counts as in a
+        micro-batch in which the row is the longest."""
 
     @abstractmethod
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        """Compute sums [K] float32 of the `measured` metrics over the rows `index`, which may be empty; only the loss
-        has a gradient."""
+        """Run one micro-batch; returns the sum of each of the K metrics `measured` over its rows, [K].
+
+        Only the first, the loss, has a gradient.
+
+        Args:
+            table: rows of this rank.
+            index: numbers of the rows of the micro-batch; may be empty.
+        """
 
     def run(self) -> None:
         """Take all steps, then validate and save the model."""
@@ -156,12 +165,12 @@ class SupervisedLoop(ABC, Generic[C]):
         self.save()
 
     def tokens(self, table: pa.Table) -> int:
-        """Estimate the tokens of all ranks' rows from this rank's."""
+        """Estimate the number of tokens in all ranks' rows from the number in this rank's rows, `table`."""
         columns = [table[name] for name in table.column_names if name.endswith("_ids")]
         return self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """Take one optimiser step on this rank's rows; returns the metrics of the global batch."""
+        """Take one optimiser step on this rank's rows; returns the metrics of the global batch. A collective."""
         self.optimizer.zero_grad(set_to_none=True)
         total, metrics = self._pass(table, learn=True)
         norm = clip_grad_norm(self.model.parameters(), self.config.trainer.grad_clip)
@@ -174,19 +183,25 @@ class SupervisedLoop(ABC, Generic[C]):
         return {**metrics, "grad_norm": norm}
 
     def validate(self, table: pa.Table) -> dict[str, float]:
-        """Compute the metrics of all ranks' rows."""
+        """Compute the metrics over all ranks' rows without training; `table` has this rank's. A collective."""
         with torch.no_grad():
             return self._pass(table, learn=False)[1]
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """Compute the metrics of `rows` rows of all ranks, from their sums and counts over all ranks."""
+        """Compute the metrics of a batch.
+
+        Args:
+            sums: sums of the metrics `measured`, over all ranks.
+            total: sum of `count`, over all ranks.
+            rows: number of rows, over all ranks.
+        """
         return {name: value / max(total, 1.0) for name, value in zip(self.measured, sums, strict=True)}
 
     def save(self) -> None:
         """Save the model and its tokenizer.
 
         Raises:
-            NotSavedError: `out` cannot be written; if the model is in another folder instead, the message names it.
+            NotSavedError: `out` cannot be written. If the model was saved in another folder, the message names it.
         """
         out = Path(self.config.out or "")
         save = self._saver(save_hf)
@@ -201,21 +216,31 @@ class SupervisedLoop(ABC, Generic[C]):
             raise NotSavedError(rescue(save, folders, str(error))) from error
 
     def _saver(self, save: Callable[..., None]) -> Callable[[str | Path], None]:
-        """Return `save_hf` or `try_save` for this model, as a function of a folder."""
+        """Return `save` (`save_hf` or `try_save`) with the model and its tokenizer as arguments: a function of a
+        folder."""
         # A reward model does not generate.
         ends = self.ends if self.model.lm.can_generate() else ()
         return partial(save, self.model, self.tokenizer, ends=ends)
 
     def check_kept(self, dropped: float, rows: str) -> None:
-        """Raise RuntimeError if all rows of the run, which are called `rows`, were left out."""
+        """Raise RuntimeError if all rows of the run were left out.
+
+        Args:
+            dropped: number of rows that were left out.
+            rows: word for them in the error, such as "pairs".
+        """
         data = self.config.data
         if dropped == self.settings.steps * data.train_batch_size:
             raise RuntimeError(f"all {rows} were left out: none fits into data.max_length={data.max_length}; raise it")
 
     def _pass(self, table: pa.Table, learn: bool) -> tuple[float, dict[str, float]]:
-        """Compute all ranks' count and metrics; gradients are added up if `learn`.
+        """Run the model over this rank's rows; returns the sum of `count` and the metrics, over all ranks.
 
-        Every rank runs equally many micro-batches, as FSDP needs.
+        A collective: every rank runs the same number of micro-batches.
+
+        Args:
+            table: rows of this rank.
+            learn: whether to run in training mode and accumulate gradients.
         """
         self.model.train(learn)
         total = self._reduce(self.count(table), dist.ReduceOp.SUM)
@@ -229,7 +254,14 @@ class SupervisedLoop(ABC, Generic[C]):
         return total, self.means(sums.tolist(), total, int(self._reduce(len(table), dist.ReduceOp.SUM)))
 
     def micro_batches(self, lengths: list[int]) -> list[list[int]]:
-        """Return the rows of each micro-batch, for rows of these lengths; equally many micro-batches on every rank."""
+        """Divide rows into micro-batches, the same number on every rank; a collective.
+
+        Args:
+            lengths: number of tokens of each row.
+
+        Returns:
+            row numbers of each micro-batch.
+        """
         budget = self.config.trainer.max_token_len_per_gpu
         parts = int(self._reduce(minimum_parts(lengths, budget, packed=self.packed), dist.ReduceOp.MAX))
         return split_micro_batches(lengths, budget, parts, packed=self.packed)

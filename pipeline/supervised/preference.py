@@ -1,8 +1,9 @@
-"""Training of a reward model from preference pairs (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1).
+"""The train worker of `jobs.reward_model`: trains a reward model from preference pairs (Bradley and Terry, 1952; Ouyang
+et al., 2022, equation 1).
 
 The loss is the mean of -log sigmoid(r_chosen - r_rejected - margin) over the pairs of the global batch. Both sides of a
-pair run in one forward pass. Each side is rendered as a whole conversation, without the opening of a further turn, as a
-reward model gets it in a run.
+pair run in one forward pass. Each side is rendered as a whole conversation, without the opening of a further message,
+as in the reward-model stage of a run.
 """
 
 import math
@@ -25,12 +26,12 @@ from pipeline.supervised.data import RowEncoder, lists
 from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
-"""Tokens and margin of a pair. A pair that is left out has no tokens."""
+"""Columns of an encoded pair: token ids of both sides, and the margin. A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 class PreferenceEncoder(RowEncoder[PreferenceDataConfig]):
-    """Encoder of pairs as rows of `SCHEMA`."""
+    """Encoder that turns pairs into rows of `SCHEMA`."""
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: PreferenceDataConfig) -> None:
@@ -61,7 +62,14 @@ class PreferenceEncoder(RowEncoder[PreferenceDataConfig]):
     def _side(
         self, rows: list[dict[str, Any]], key: str, prompts: list[Messages | None], places: list[str]
     ) -> list[list[int]]:
-        """Encode the tokens of one side of each pair."""
+        """Encode one side of each pair. Returns the token ids of each conversation.
+
+        Args:
+            rows: the cells of each row.
+            key: column of the side.
+            prompts: prompt of each row, None if the side has it.
+            places: file and number of each row, for errors.
+        """
         limit = self.data.max_length
         places = [f"{place}, column {key!r}" for place in places]
         texts, spellings = [], []
@@ -101,7 +109,15 @@ class PreferenceEncoder(RowEncoder[PreferenceDataConfig]):
 
 
 def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
-    """Raise ValueError if a file has no columns of pairs, or these hold no messages; `where` names the file."""
+    """Check that a file has the columns of pairs, with messages or text.
+
+    Args:
+        schema: columns of the file.
+        where: beginning of errors, which names the file.
+        data: settings with the names of the columns.
+
+    Raises ValueError if a column is missing or has another type.
+    """
     for setting in ("chosen_key", "rejected_key", "prompt_key"):
         key = getattr(data, setting)
         if setting == "prompt_key" and key not in schema.names:
@@ -114,7 +130,7 @@ def check_sides(schema: pa.Schema, where: str, data: PairDataConfig) -> None:
 
 
 def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataType:
-    """Return the type of a column.
+    """Return the type of the column `key`, which the setting `data.<setting>` names.
 
     Raises:
         ValueError: the column does not exist.
@@ -126,13 +142,19 @@ def _column(schema: pa.Schema, where: str, key: str, setting: str) -> pa.DataTyp
 
 
 def check_margin(margin: float | None, place: str) -> None:
-    """Raise ValueError if a margin is not a finite number."""
+    """Raise ValueError, with `place` (file, row and column) at its beginning, if a margin is not a finite number."""
     if margin is None or not math.isfinite(margin):
         raise ValueError(f"{place}: the margin is {margin}, not a finite number.")
 
 
 def cell_messages(value: Any, role: str, place: str) -> Messages:
-    """Read a cell as messages; text is one message of `role`, unless it is the JSON of messages."""
+    """Read the cell of a column as chat messages.
+
+    Args:
+        value: messages, or text: either the JSON of messages, or the content of a single message.
+        role: role of that single message.
+        place: file, row and column, for errors.
+    """
     if isinstance(value, str):
         found: Any = None
         with suppress(ValueError):
@@ -145,7 +167,10 @@ def cell_messages(value: Any, role: str, place: str) -> Messages:
 
 
 def prompt_messages(value: Any, place: str) -> Messages:
-    """Read a cell as the messages of a prompt; text is the user's. Raises ValueError if an answer ends them."""
+    """Read the cell of a column as the messages of a prompt. Plain text becomes one message of the user.
+
+    Raises ValueError, with `place` at its beginning, if the last message is the assistant's.
+    """
     messages = cell_messages(value, "user", place)
     if begun_answer(messages) is not None:
         raise ValueError(
@@ -156,12 +181,16 @@ def prompt_messages(value: Any, place: str) -> Messages:
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """Compute sums of the `MEASURED` metrics over N pairs, [5]; only the first, the loss, has a gradient.
+    """Compute the sums over N pairs of the metrics `MEASURED`.
 
     Args:
         chosen: [N] rewards of the preferred sides.
-        rejected: [N] rewards of the others. A pair of equal rewards counts as half correct.
-        margin: [N], amounts by which `chosen` should exceed `rejected`.
+        rejected: [N] rewards of the other sides.
+        margin: [N] differences by which `chosen` should exceed `rejected`.
+
+    Returns:
+        [5] sums of losses, correct pairs (0.5 for a pair of equal rewards), reward differences, rewards of the chosen
+        sides, and rewards of the rejected sides. Only the first has a gradient.
     """
     lead = chosen - rejected
     loss = -logsigmoid(lead - margin).sum()
@@ -171,16 +200,16 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
 
 
 def kept_pairs(table: pa.Table) -> pa.Table:
-    """Return the pairs that have tokens."""
+    """Return the rows of `table` that were not left out, that is, that have tokens."""
     return table.filter(pc.greater(pc.list_value_length(table["chosen_ids"]), 0))
 
 
 def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor]:
-    """Build the micro-batch of the pairs `index` that have tokens.
+    """Build the micro-batch of the pairs with the numbers `index`, without pairs that were left out.
 
     Returns:
-        2 N sequences, the preferred sides first, and margins [N]. Without pairs, one row of one padding token, and N =
-        0 margins.
+        model inputs of 2 N sequences, first all chosen sides, then all rejected sides; and margins [N]. If N = 0, the
+        inputs have a single padding token.
     """
     pairs = kept_pairs(table.take(pa.array(index, pa.int64())))
     rows = lists([*pairs["chosen_ids"], *pairs["rejected_ids"]])
@@ -188,7 +217,7 @@ def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[Mo
 
 
 class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
-    """One train worker."""
+    """The train loop of one train worker of `jobs.reward_model`."""
 
     encoder = PreferenceEncoder
     measured = MEASURED
@@ -216,7 +245,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         sides = [pc.list_value_length(table[name]) for name in ("chosen_ids", "rejected_ids")]
         if self.packed:
             return list(pc.add(*sides).to_pylist())
-        # Both are padded to the longer one.
+        # Both sides are padded to the longer one.
         return [2 * length for length in pc.max_element_wise(*sides).to_pylist()]
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
@@ -226,14 +255,18 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         return bradley_terry(rewards[:pairs], rewards[pairs : 2 * pairs], margin)
 
     def step(self, table: pa.Table) -> dict[str, float]:
-        """Take one optimiser step; `dropped` counts the pairs left out so far."""
+        """Take one optimiser step on the rows of `table`; a collective.
+
+        Returns the metrics of the global batch. `dropped` is the number of pairs left out so far in the run.
+        """
         metrics = super().step(table)
         self._dropped += metrics["dropped"]
         self._last_tokens |= {int(row[-1]) for row in kept_pairs(table)["chosen_ids"]}
         return metrics | {"dropped": self._dropped}
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
-        """Compute the metrics; without any kept pair, means are left out."""
+        """Compute the metrics of a batch. If no pair was kept, means are left out. Arguments are as in
+        `SupervisedLoop.means`."""
         return {**(super().means(sums, total, rows) if total else {}), "dropped": rows - total}
 
     def save(self) -> None:

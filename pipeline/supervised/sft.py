@@ -1,11 +1,14 @@
-"""Supervised fine-tuning: the mean negative log-prob of the learnt messages' tokens over the global batch, in nats.
+"""The train worker of `jobs.sft`: supervised fine-tuning on conversations.
 
-1. Each answer of the assistant is tokenised separately from the text before it, as when the policy generates: no token
-   spans the border. So every answer follows the same tokens as in an episode, tool results included.
-2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do, or OpenAI's `weight`): with 0 an
-   answer is only context.
-3. A template may change earlier answers, for example leave out their thinking. It may do so before the first learnt
-   answer: then the model reads the same text as when it is served. After that answer the conversation is refused.
+The loss is the mean negative log-prob, in nats, over the trained tokens of the global batch: tokens of the assistant.
+
+1. Each assistant message is tokenised separately from the text before it, as when the policy generates: no token spans
+   the border. So every assistant message follows the same tokens as in an episode, tool results included.
+2. A message may have a `loss_mask` (or `trainable`, as in newer files of verl, or OpenAI's `weight`). With 0 an
+   assistant message is only context, and does not train.
+3. A chat template may change earlier assistant messages when a later one is added, for example remove their thinking.
+   This is accepted as long as no earlier message trains: then the model reads the same text as when it is served.
+   Otherwise the conversation is refused.
 """
 
 from typing import Any
@@ -26,11 +29,11 @@ from pipeline.supervised.data import RowEncoder, lists
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
-"""Two lists of equal length; the mask is 1 for the assistant's tokens."""
+"""Columns of an encoded conversation: two lists of equal length. The mask is 1 for tokens that train."""
 
 
 class SFTEncoder(RowEncoder[SFTDataConfig]):
-    """Encoder of conversations as rows of `SCHEMA`."""
+    """Encoder that turns conversations into rows of `SCHEMA`."""
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: SFTDataConfig) -> None:
@@ -76,7 +79,10 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
         return pa.Table.from_pylist(encoded, schema=SCHEMA)
 
     def _template_arguments(self, row: dict[str, Any], place: str) -> dict[str, Any]:
-        """Return the template arguments that a row adds."""
+        """Return the arguments of the chat template that a row has in columns: `tools` and `enable_thinking`.
+
+        Raises ValueError, with `place` (file and row) at its beginning, if a column holds something else.
+        """
         arguments: dict[str, Any] = {}
         key = self.data.tools_key
         tools = read_tools(row.get(key), f"{place}, column {key!r}")
@@ -94,10 +100,13 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
         return arguments
 
     def segments(self, row: dict[str, Any], place: str) -> tuple[list[tuple[str, bool]], Spellings]:
-        """Render a conversation as (text with stand-ins, learnt) in order; also returns the meaning of the stand-ins.
+        """Render the conversation of a row as a sequence of segments.
+
+        Returns the segments in order, as (text with stand-ins, whether it trains), and the special tokens that texts
+        spell, which define the stand-ins.
 
         Raises:
-            ValueError: it cannot be learnt; the sentence begins with `place`.
+            ValueError: the conversation cannot be used; the sentence begins with `place` (file and row).
         """
         arguments = self._template_arguments(row, place)
         place = f"{place}, column {self.data.messages_key!r}"
@@ -140,10 +149,10 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
 
 
 def take_learnt(message: dict[str, Any], place: str) -> bool:
-    """Return whether a message is learnt, and remove the field for it, which the template does not know.
+    """Return whether a message trains, and remove the fields for this, which the chat template does not know.
 
     Raises:
-        ValueError: the field is not 0, 1, true or false, or marks another message than an answer as learnt.
+        ValueError: a field is not 0, 1, true or false, or marks a message of another role than the assistant's.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -160,8 +169,12 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
 
 
 def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor, Tensor]:
-    """Build the micro-batch of the rows `index`, the flat positions [N] that predict the learnt tokens, and those
-    tokens [N]. Without rows it has one padding token and N = 0."""
+    """Build the micro-batch of the rows with the numbers `index`.
+
+    Returns:
+        the model inputs; [N] indices into the flattened `input_ids` of the positions that predict trained tokens; and
+        the ids of these N tokens. Without rows the inputs have a single padding token, and N = 0.
+    """
     rows = table.take(pa.array(index, pa.int64()))
     inputs = lay_out(lists(rows["input_ids"]), packed)
     masks = lists(rows["loss_mask"])
@@ -173,7 +186,7 @@ def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[Mo
 
 
 class SFTLoop(SupervisedLoop[SFTConfig]):
-    """One train worker."""
+    """The train loop of one train worker of `jobs.sft`."""
 
     encoder = SFTEncoder
     measured = ("loss",)

@@ -1,7 +1,8 @@
-"""Private interfaces of Ray, torch, transformers, peft and vLLM. Only this package reads or replaces them.
+"""Uses of private interfaces of Ray, torch, transformers, peft and vLLM. No other package reads or replaces these.
 
-Each has a guard: if the installed version has another form than the known one, a run continues without it and notes
-that, or ends with a sentence that names the version. Each names the upstream issue that would make it unnecessary.
+Each use is guarded: if the installed version of the library has another interface than the known one, the run continues
+without it and says so in a note, or ends with an error that names the version. Each use names the upstream issue whose
+solution would make it unnecessary, if there is one.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,10 @@ from typing import Any
 
 
 def version_of(*packages: str) -> str:
-    """Return the name and version of the first of `packages` that is installed."""
+    """Return name and version, such as "ray 2.60.0", of the first of `packages` that is installed.
+
+    If none is installed, the first name is returned.
+    """
     for package in packages:
         try:
             return f"{package} {version(package)}"
@@ -23,11 +27,11 @@ def private(owner: Any, name: str, *packages: str) -> Any:
 
     Args:
         owner: module, class or object of the library.
-        name: dotted name in it.
-        packages: names of the library in the package index.
+        name: name of the attribute; it may have dots.
+        packages: names under which the library may be installed.
 
     Raises:
-        ImportError: the installed version does not have it.
+        ImportError: the installed version has no such attribute.
     """
     found = owner
     for part in name.split("."):

@@ -1,13 +1,13 @@
-"""Ray's processes in sessions of their own, so that a signal to the driver's group reaches only the driver.
+"""Starts Ray's processes in separate sessions, so that a signal to the driver's process group reaches only the driver.
 
-`timeout`, batch systems and terminals signal a whole process group. Ray 2.60 starts its processes in the group of the
-driver, and its GCS ends at once at SIGTERM, so the driver could not save any more. `start_ray_process` of
-ray/_private/services.py has no setting for it (no issue was found), so the class that starts processes is replaced
-while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. If another Ray lacks the class, Ray
-starts in its own way, and a warning is printed.
+`timeout`, batch systems and terminals signal a whole process group. Ray 2.60 starts its processes in the driver's
+group. Its GCS process ends at once at SIGTERM, so the driver could not save any more. `start_ray_process` of
+ray/_private/services.py has no setting for this (we know of no upstream issue), so the class that starts processes is
+replaced while Ray starts. Ray's processes still end with the driver, by `PR_SET_PDEATHSIG`. If another version of Ray
+lacks the class, its processes stay in the driver's group, and a warning is printed.
 
-`ray.init` also replaces the handler of SIGTERM: in Python by one that exits without saving, and in its C++ by one that
-prints a trace and aborts. Both are undone here: https://github.com/ray-project/ray/issues/17308,
+`ray.init` also replaces the handler of SIGTERM: in Python by one that exits without saving, and in Ray's C++ by one
+that prints a trace and aborts. Both are undone here: https://github.com/ray-project/ray/issues/17308,
 https://github.com/ray-project/ray/pull/64830.
 """
 
@@ -29,7 +29,7 @@ CLASS, HANDLER = "ConsolePopen", "set_sigterm_handler"
 VITAL = ("gcs_server", "raylet")
 
 processes: list[subprocess.Popen[Any]] = []
-"""The processes of the Ray that this process has started."""
+"""Ray's processes (GCS, raylet, ...) that this process has started."""
 
 
 def _own_session(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
@@ -39,7 +39,7 @@ def _own_session(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Start Ray's processes in sessions of their own, and leave SIGTERM to its handler, while the block runs."""
+    """Let a `ray.init` within the block start its processes in separate sessions, and keep the handler of SIGTERM."""
     processes.clear()
     replaced: dict[tuple[Any, str], Any] = {(services, CLASS): _own_session, (utils, HANDLER): lambda handler: None}
     before = {(module, name): getattr(module, name, None) for module, name in replaced}
@@ -60,7 +60,7 @@ def apart() -> Iterator[None]:
 
 
 def end() -> None:
-    """Kill the remains of a failed start, workers included."""
+    """Kill all of Ray's processes that were started here, workers included, for example after a failed start."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ def end() -> None:
 
 
 def dead() -> str | None:
-    """Return the name of a vital program of Ray that has ended; None if all run."""
+    """Return the name of one of Ray's programs in `VITAL` that has ended; None if all run."""
     for process in processes:
         program = os.path.basename(str(process.args[0])) if isinstance(process.args, list) else ""
         if program in VITAL and process.poll() is not None:
@@ -78,9 +78,9 @@ def dead() -> str | None:
 
 
 def canonical(address: str) -> str:
-    """Return `address` as Ray's own `host:port`; Ray resolves `auto` and `local` by no public function.
+    """Return the address of a Ray cluster, such as `auto` or `local`, as `host:port`.
 
-    No issue was found for it (`canonicalize_bootstrap_address`).
+    Ray has no public function for this, and we know of no upstream issue (`canonicalize_bootstrap_address`).
 
     Raises:
         ImportError: this Ray has no such function.

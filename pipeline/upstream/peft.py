@@ -12,10 +12,10 @@ CONVERTER = "convert_peft_config_for_transformers"
 
 @contextmanager
 def targets_as_named() -> Iterator[None]:
-    """Keep peft from replacing target modules within the block.
+    """Keep peft, within the block, from replacing the target modules of an adapter by others.
 
-    In mixtures of experts peft takes layers called as experts once were, such as a shared expert's, for the tensor of
-    all experts: https://github.com/huggingface/peft/pull/3083
+    In a mixture of experts peft replaces target layers with the former names of experts, such as the layers of a shared
+    expert, by the single tensor that holds all experts: https://github.com/huggingface/peft/pull/3083
 
     Raises:
         ImportError: this peft has no such conversion.
@@ -29,9 +29,10 @@ def targets_as_named() -> Iterator[None]:
 
 @contextmanager
 def switched_off(layers: Iterable[Any]) -> Iterator[None]:
-    """Switch the adapters of peft's layers off within the block; peft's own switch would freeze them, too.
+    """Switch the adapters of peft's layers off within the block.
 
-    No issue was found for it (`BaseTunerLayer.enable_adapters`).
+    peft's public method, `BaseTunerLayer.enable_adapters`, would also freeze the adapters. We know of no upstream
+    issue.
 
     Raises:
         ImportError: a layer of this peft has no such attribute.

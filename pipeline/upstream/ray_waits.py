@@ -1,15 +1,15 @@
-"""Ray Data's loop looks for finished tasks every 5 to 50 ms, not every 100 ms.
+"""Lets Ray Data's loop check for finished tasks every 5 to 50 ms, instead of every 100 ms.
 
-The loop calls `ray.wait` for all of its tasks with a timeout of a tenth of a second. In this stream some task always
-waits, for a policy version or for its turn, so every step of a chunk would cost that tenth. Each look takes about 1 ms
-of CPU, which engines and trainer lack on a small machine: the timeout is short while blocks move from stage to stage,
-and grows while none does. Ray Data (2.60) has no setting for it, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S`
-of ray/data/_internal/execution/streaming_executor_state.py: https://github.com/ray-project/ray/issues/42377. If another
-version of Ray lacks it, a warning is printed once and the stream runs at stock speed.
+The loop calls `ray.wait` on all of its tasks, with a timeout of 100 ms. In this stream some task always waits, for a
+policy version or for its turn, so every step of a chunk would take 100 ms. Each check costs about 1 ms of CPU, which
+engines and trainer need on a small machine. So the timeout is short while blocks move from stage to stage, and grows
+while none moves. Ray Data (2.60) has no setting for the timeout, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S`
+in ray/data/_internal/execution/streaming_executor_state.py: https://github.com/ray-project/ray/issues/42377. If another
+version of Ray lacks the constant, a warning is printed once, and the stream runs as slowly as by default.
 
-The second half is the environment variable `RAY_DATA_METADATA_PREFETCH_ON_THREAD=0` (`pipeline/run/cluster.py`).
-Without it a thread fetches the description of a finished block; it cannot end that wait, so the block would leave with
-the next one.
+This also needs the environment variable `RAY_DATA_METADATA_PREFETCH_ON_THREAD=0` (`pipeline/run/cluster.py`). Otherwise
+a thread fetches the description of a finished block. The thread cannot end a `ray.wait`, so the block would move on
+only after the next one.
 """
 
 import sys
@@ -28,11 +28,11 @@ except ImportError:
 
 
 class ShortWaits(ExecutionCallback):
-    """Callback that sets the timeout in the process that executes the stream."""
+    """Callback of Ray Data that sets the timeout of the loop, in the process that runs it."""
 
     def __init__(self) -> None:
         self._moved = 0
-        """Blocks that have left a stage, of all stages."""
+        """Number of blocks that have left a stage so far, summed over all stages."""
 
     def before_execution_starts(self, executor: Any) -> None:
         setattr(streaming_executor_state, CONSTANT, SHORTEST_S)
@@ -46,7 +46,7 @@ class ShortWaits(ExecutionCallback):
 
 
 def shorten_waits(context: DataContext) -> None:
-    """Make the streams of `context` check for finished tasks more often."""
+    """Let Ray Data's streams with this `context` check for finished tasks more often."""
     callbacks = getattr(context, "custom_execution_callback_classes", None)
     if callbacks is None or not hasattr(streaming_executor_state, CONSTANT):
         print(f"this version of Ray Data has no {CONSTANT}: each iteration takes about 0.5 s longer", file=sys.stderr)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 else:
-    # The placement that FSDP gives weights which tensor parallelism has cut before. No issue was found for it.
+    # The placement of weights that tensor parallelism divided first, and FSDP second. We know of no upstream issue.
     StridedShard = private(placement_types, "_StridedShard", "torch")
     compute_local_shape_and_global_offset = private(
         torch.distributed.tensor._utils, "compute_local_shape_and_global_offset", "torch"
@@ -28,9 +28,9 @@ else:
 
 
 def share_deadline(mesh: DeviceMesh, device: torch.device) -> None:
-    """Give collectives of the groups of `mesh` the deadline of the whole group's.
+    """Give collectives in all groups of `mesh` the timeout of the default process group.
 
-    `init_device_mesh` takes no timeout: https://github.com/pytorch/pytorch/issues/119613
+    `init_device_mesh` has no argument for a timeout: https://github.com/pytorch/pytorch/issues/119613
 
     Raises:
         ImportError: this torch has no such private functions.
@@ -44,9 +44,9 @@ def share_deadline(mesh: DeviceMesh, device: torch.device) -> None:
 
 @contextmanager
 def uncast_inputs(module: nn.Module) -> Iterator[None]:
-    """Leave inputs of the parts of `module` that FSDP shards in their own types within the block.
+    """Keep FSDP, within the block, from casting the inputs of submodules of `module` to its computation dtype.
 
-    `fully_shard` fixes this once: https://github.com/pytorch/pytorch/issues/146130
+    In torch this can be chosen only once, in `fully_shard`: https://github.com/pytorch/pytorch/issues/146130
 
     Raises:
         ImportError: the state of this torch's FSDP has another form.

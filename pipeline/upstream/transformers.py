@@ -9,12 +9,12 @@ from unittest.mock import patch
 from transformers import PreTrainedModel, modeling_utils
 
 ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
-"""First arguments of the loader that is known."""
+"""Names of the first arguments of the loader, in the versions of transformers that are known to work."""
 LOADER, FINISHER, OPENER = "_load_pretrained_model", "_finalize_model_loading", "safe_open"
 
 
 def knows_loader() -> bool:
-    """Return whether the loader of the installed transformers has the known form."""
+    """Return whether the weight loader of the installed transformers has the known functions and arguments."""
     read: Any = getattr(PreTrainedModel, LOADER, None)
     if read is None or not hasattr(PreTrainedModel, FINISHER) or not hasattr(modeling_utils, OPENER):
         return False
@@ -25,14 +25,15 @@ def knows_loader() -> bool:
 def replaced_loader(
     load: Callable[..., Any], finish: Callable[..., Any] | None = None, open_file: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Replace the loader that `from_pretrained` calls within the block.
+    """Replace, within the block, the weight loader that `from_pretrained` calls.
 
-    A rank must read only its slices, and a trial no weights. transformers reads slices only for its own
+    With another loader a rank can read only its slices of the weights. transformers reads slices only for its own
     parallelism: https://github.com/huggingface/transformers/pull/45028
 
     Args:
-        load: called as the loader, with the loader itself before its arguments.
-        finish: the same for the function that reports missing and further names.
+        load: called in place of the loader, with the original loader as its first argument.
+        finish: called in place of the function that reports missing and unexpected names, with the original function as
+            its first argument.
         open_file: opens a file of weights in place of `safetensors.safe_open`.
 
     Raises:

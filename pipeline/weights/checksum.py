@@ -1,10 +1,10 @@
-"""The checksum of a bucket of weights: the same on every device, and not much slower than reading the bytes.
+"""The checksum of a bucket of weights: equal on every device, and not much slower than reading the bytes.
 
-A bucket is cut into blocks of `ROWS` rows of `COLUMNS` numbers of 64 bits; zeros fill the last one. The checksum is the
-CRC-32 of the sums of all columns and of all rows of every block, modulo 2^64, and starts from the bucket's length. One,
-two or three wrong numbers in a block always change a sum: four would have to stand in the corners of a rectangle, and
-their errors cancel out. So do numbers and rows that have changed places. A CRC-32 of the bytes themselves takes a CPU
-several times as long, and a GPU cannot compute it.
+A bucket is divided into blocks of `ROWS` rows of `COLUMNS` integers of 64 bits; the last block is filled with zeros.
+The checksum is the CRC-32 of the sums of all columns and of all rows of every block, modulo 2^64, with the bucket's
+length as the start value. One, two or three wrong integers in a block always change a sum: to go unnoticed, four of
+them must lie in the corners of a rectangle, with errors that cancel out. Integers or rows that were exchanged also
+change a sum. A CRC-32 of the bytes themselves takes several times as long on a CPU, and cannot be computed on a GPU.
 """
 
 import zlib
@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 
 COLUMNS, ROWS = 1024, 64
-"""A block is of 512 KiB: it still is in a CPU's cache when it is read for the second time."""
+"""Integers per row and rows per block. A block of 512 KiB is still in the CPU's cache when it is read a second time."""
 BLOCK = COLUMNS * ROWS * 8
-"""Bytes of a block."""
+"""Number of bytes of a block."""
 
 
 def crc(buffer: Any) -> int:
-    """Compute a 32-bit checksum of a bucket [B] uint8: host memory, or a tensor, which stays on its device."""
+    """Compute the 32-bit checksum of a bucket.
+
+    Args:
+        buffer: [B] uint8, host memory or a tensor; a tensor stays on its device.
+    """
     import torch
 
     if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":

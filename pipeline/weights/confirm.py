@@ -1,12 +1,12 @@
-"""An engine's check of the first version that it gets: each trained tensor, by name, in both directions.
+"""An engine's check of the first version that it loads: are all tensors published, and all read by vLLM's loader?
 
     not sent     a tensor that the model of `transformers` has and no train worker published
-    not read     a tensor that was published and that vLLM's loader left out
-    left over    a parameter of the engine that nothing was written to
+    not read     a tensor that was published and that vLLM's loader skipped
+    left over    a parameter of the engine to which nothing was written
 
-vLLM's loaders skip names that they do not know, and some return the names of skipped weights. So the tensors are
-followed: a tensor was read if numbers made of it were written to memory. A buffer that is not read may be left out if
-the model's class computes it from the configuration, as old models do with the frequencies of their rotary embedding.
+vLLM's loaders silently skip names that they do not know, and some list skipped weights as loaded. So the data is
+followed: a tensor was read if values computed from it were written to memory. A buffer may be skipped if the model's
+class computes it from the configuration, as in old models the frequencies of the rotary embedding.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,26 +24,30 @@ from pipeline.models.state import is_weight, tensors
 from pipeline.weights.checkpoint_names import as_in_checkpoint
 
 SHOWN = 4
-"""Most names in a message."""
+"""Most names of tensors in an error."""
 REMEDY = "use a model of another family, or the versions of vLLM and transformers that requirements/ names"
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Findings of one worker of an engine; empty if all is well."""
+    """Findings of one worker of an engine; three empty sets if the version is complete."""
 
     unsent: set[str]
     """Tensors that no train worker published, by their names in the model of `transformers`."""
     unread: set[str]
     """Tensors that the loader did not read, by their names in a checkpoint."""
     left: set[str]
-    """Parameters that nothing was written to, by their names in the engine's model."""
+    """Parameters to which nothing was written, by their names in the engine's model."""
 
 
 def check(found: Sequence[Confirmation], family: str) -> None:
-    """Raise FinalError if the workers of an engine have found that a version is not complete.
+    """Raise FinalError if, by the findings of all workers of an engine, a version is not complete.
 
-    A worker reads only its own experts, so a tensor counts as read if any worker reads it.
+    With expert parallelism a worker reads only its own experts, so a tensor counts as read if any worker read it.
+
+    Args:
+        found: findings of each worker.
+        family: name of the model, for the error.
     """
     lists = {
         "not published": set.union(*(worker.unsent for worker in found)),
@@ -63,29 +67,30 @@ def _some(names: set[str]) -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Follows the tensors that a vLLM model's loader gets; active inside of a `with` block.
+    """Follows tensors through the loader of a vLLM model, while its `with` block is active.
 
     Args:
-        model: vLLM's, prepared for loading.
-        needed: names of the parameters with which it computes. Prepared for loading it may have more, such as scales
-            that no checkpoint must hold.
+        model: vLLM's model, prepared for loading.
+        needed: names of the parameters with which the model computes. A model prepared for loading may have further
+            ones, such as scales, that checkpoints may lack.
     """
 
     def __init__(self, model: Any, needed: Collection[str]) -> None:
         super().__init__()
         self._model = model
         self._made_of: dict[StorageWeakRef, set[str]] = {}
-        """Names of the tensors whose numbers a storage may hold. A reference keeps its key from being used again."""
+        """Storage to the names of the tensors from which its values may be computed. (A weak reference as the key keeps
+        the storage's address from being used again.)"""
         self._written: set[StorageWeakRef] = set()
         held = ((name, parameter) for name, parameter in model.named_parameters() if name in needed)
         self._parameters = {name: StorageWeakRef(parameter.untyped_storage()) for name, parameter in held}
         self.unread: dict[str, Tensor] = {}
-        """Tensors that were given to the loader and not read so far."""
+        """Name to tensor, for tensors that the loader got and has not read so far."""
         self.loading: str | None = None
-        """The tensor that the loader has got last, while it works on it."""
+        """Name of the tensor on which the loader works now."""
 
     def followed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same weights for the loader, as copies: parts of one tensor could not be distinguished."""
+        """Yield the weights for the loader, as copies, since views of one storage could not be distinguished."""
         for name, tensor in weights:
             self.unread[name] = tensor = tensor.clone()
             self._made_of[StorageWeakRef(tensor.untyped_storage())] = {name}
@@ -94,9 +99,9 @@ class Watch(TorchDispatchMode):
             self.loading = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Have the model load the weights.
+        """Load the weights into the model with its `load_weights`, and follow them.
 
-        Raises FinalError if its loader fails with a tensor.
+        Raises FinalError if the loader fails with a tensor.
         """
         try:
             with self:
@@ -112,11 +117,11 @@ class Watch(TorchDispatchMode):
             ) from error
 
     def confirmation(self, lm: Any, sent: set[str]) -> Confirmation:
-        """Report the findings on a version that is loaded.
+        """Return the findings on the version that was loaded.
 
         Args:
-            lm: the model of `transformers` that has these weights (`checkpoint_names.skeleton`).
-            sent: names of the version's tensors.
+            lm: the model of `transformers` of the same class (`checkpoint_names.skeleton`).
+            sent: names of the published tensors.
         """
         known = dict(tensors(lm))
         computed = dict(as_in_checkpoint(lm, ((name, t) for name, t in known.items() if not is_weight(t))))
@@ -154,6 +159,6 @@ class Watch(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[StorageWeakRef]:
-    """Return the memory of the tensors in `values`."""
+    """Return weak references to the storages of all tensors in nested `values`."""
     found = (value for value in tree_leaves(values) if isinstance(value, Tensor) and value.layout == torch.strided)
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in found]

@@ -1,9 +1,9 @@
-"""Weights that an engine reads out of a train worker's memory, past the object store (`weight_transport=nixl`).
+"""Weight sync without the object store: engines read weights directly from train workers (`weight_transport=nixl`).
 
-A train worker keeps a copy of its shard for every version that may still be fetched (`PublishedMemory`) and publishes
-the addresses of the buckets. Engines `read` them by NIXL's one-sided reads, over any link that UCX finds: NVLink,
-InfiniBand, shared memory, TCP. The train worker takes no part in a read, so it computes meanwhile. The bytes need not
-pass through host memory, and neither does their checksum (`checksum.py`).
+A train worker keeps a copy of its shard for every version that may still be fetched (`PublishedMemory`), and publishes
+the memory addresses of the buckets. Engines `read` the buckets with NIXL's one-sided reads, over any link that UCX
+finds: NVLink, InfiniBand, shared memory, TCP. The train worker takes no part in a read and continues to compute. On
+GPUs, neither the transfer nor the checksum (`checksum.py`) needs to copy the bytes to host memory.
 """
 
 import functools
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
-"""NIXL's name for the memory of each kind of device."""
+"""torch's device type to NIXL's name for the memory of such devices."""
 POLL_S = 0.001
 ALIGNED = 8
-"""Alignment of buckets in bytes: the size of the largest number."""
+"""Alignment of buckets in bytes: the size of the largest dtype."""
 
 
 @dataclass(frozen=True)
 class RemoteBuffer:
-    """Bytes of a train worker's memory that NIXL has registered; a buffer of no bytes has no address."""
+    """Address of a bucket in a train worker's memory that NIXL has registered. With `nbytes=0` only `rank` is set."""
 
     rank: int
     nbytes: int
@@ -61,16 +61,21 @@ def nixl_agent() -> Any:
 
 
 class PublishedMemory:
-    """One model's weights of the last `versions` versions on one rank, open to reads of engines.
+    """Memory with copies of one rank's weights of the last `versions` versions, which engines may read.
 
-    The memory is allocated and registered once, in as many parts as versions, which are written in turn. The parameters
-    themselves cannot be read: the next step changes them.
+    The memory is allocated and registered once, in as many slots as versions, which are written in turn. Engines cannot
+    read the parameters themselves, because the next optimiser step changes them.
 
-    With `max_staleness + 2` parts no version is overwritten while it is needed. Version `v + max_staleness + 2` is made
-    of rows that only version `v + 1` or a newer one may begin. By the time it overwrites `v`, a newer version is
-    current, the validation of `v` is over, and the rows that it was admitted for have been generated. Only an engine
-    that has been loading `v` all the time, for rows that the run does not await, could read a mixture; its checksum
-    shows that.
+    With `max_staleness + 2` slots no version is overwritten while it is needed. Version `v + max_staleness + 2` is
+    trained on rows whose generation begins with version `v + 1` or newer. So when it overwrites `v`, a newer version is
+    current, the validation of `v` is over, and the rows for which `v` was admitted have been generated. Only an engine
+    that is still loading `v`, for rows that the run no longer waits for, could read a mixture of both, and the checksum
+    detects this.
+
+    Args:
+        rank: rank of this process.
+        versions: number of slots.
+        device: device of the memory.
 
     Raises:
         ImportError: NIXL is not installed.
@@ -84,11 +89,12 @@ class PublishedMemory:
         nixl_agent()
 
     def begin(self, version: int, nbytes: int) -> None:
-        """Let `version` overwrite the oldest one.
+        """Begin to write a version, over the oldest one.
 
         Args:
-            version: its number.
-            nbytes: bytes of all its buckets, each up to a multiple of `ALIGNED`; the same for all versions.
+            version: number of the version.
+            nbytes: number of bytes of all its buckets, each rounded up to a multiple of `ALIGNED`; the same for all
+                versions.
         """
         import torch
 
@@ -99,14 +105,14 @@ class PublishedMemory:
         self._next = version % self._versions * nbytes
 
     def empty(self, nbytes: int) -> "torch.Tensor":
-        """Return memory [nbytes] uint8 for the next bucket."""
+        """[nbytes] uint8, memory for the next bucket."""
         assert self._bytes is not None
         start = self._next
         self._next += -(-nbytes // ALIGNED) * ALIGNED
         return self._bytes[start : start + nbytes]
 
     def put(self, bucket: "torch.Tensor") -> RemoteBuffer:
-        """Return the address of a bucket from `empty`, after its bytes are written."""
+        """Return the address of a bucket, for engines. The bucket is from `empty`, and must be filled already."""
         if not len(bucket):
             return RemoteBuffer(self._rank, 0)
         kind, device = MEMORY[bucket.device.type], max(bucket.get_device(), 0)
@@ -124,10 +130,15 @@ class PublishedMemory:
 
 
 def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["torch.Tensor"]:
-    """Read buffers out of the memory of train workers, as bytes [B] uint8 on `device`.
+    """Read buckets from the memory of train workers. Returns each as a tensor [nbytes] uint8 on `device`.
+
+    Args:
+        remotes: addresses of the buckets.
+        device: device to read to.
+        timeout: seconds that all reads together may take.
 
     Raises:
-        TimeoutError: all of them together took longer than `timeout` seconds.
+        TimeoutError: the reads took longer.
         PeerDied: a train worker cannot be read, most likely because it has died.
     """
     import torch
@@ -157,7 +168,7 @@ def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["
 
 
 def _begin(remote: RemoteBuffer, buffer: "torch.Tensor") -> tuple[Any, Any]:
-    """Start a transfer; returns it, and the registration of the buffer it fills."""
+    """Start to read `remote` into `buffer`. Returns NIXL's handle of the transfer, and the registration of `buffer`."""
     agent = nixl_agent()
     _introduce(remote.agent, remote.metadata)
     registered = agent.register_memory(buffer)

@@ -1,11 +1,11 @@
-"""The engine's side of the weight broadcast: object refs in, whole parameters out.
+"""The engine's side of the weight sync: fetches published buckets and joins them to whole parameters.
 
-Every train rank publishes its own shards as a few large byte buffers (`publish.py`). The receiver gathers one bucket at
-a time from all ranks, verifies its checksum and joins whole parameters, so the extra memory is bounded by
-`trainer.weight_bucket_mb` and not by the model. `register` makes this a vLLM weight transfer backend, for in-process
-engines and tensor-parallel workers.
+Every train rank publishes its part of the weights as a few large byte buffers, the buckets (`publish.py`). The receiver
+fetches one bucket at a time from all ranks, verifies checksums, and joins whole parameters. So the extra memory is
+bounded by `trainer.weight_bucket_mb`, not by the size of the model. `register` makes this a weight transfer backend of
+vLLM, for in-process engines and tensor-parallel workers. Scoring replicas use `parameters` directly.
 
-With `trainer.weight_transport=nixl` the buffers stay with the train workers, and an engine reads them there
+With `trainer.weight_transport=nixl` the buckets stay in the memory of train workers, and an engine reads them there
 (`direct.py`).
 """
 
@@ -31,42 +31,46 @@ BACKEND = "ray_object_store"
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one parameter, as bytes `offset:offset + nbytes` of a bucket."""
+    """A block of one parameter, in the bytes `offset:offset + nbytes` of a bucket."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: tuple[int, ...]
-    """Index of the part's first number, in every dimension."""
+    """Index of the block's first entry in the whole parameter, per dimension."""
     extent: tuple[int, ...]
-    """Shape of the part."""
+    """Shape of the block."""
     bucket: int
+    """Number of the bucket, from 0."""
     offset: int
+    """First byte in the bucket."""
     nbytes: int
+    """Number of bytes."""
     dtype: str = "float32"
-    """Type of its numbers, by torch's name."""
+    """Name of torch's dtype."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Number of bytes of an entry."""
         import torch
 
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """The part's numbers in the whole parameter, as an index."""
+        """Index of the block in the whole parameter, one slice per dimension."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.extent, strict=True))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a policy version that one rank holds."""
+    """The part of one model's weights, in one version, that one train rank published."""
 
     rank: int
     pieces: list[Piece]
+    """The blocks of parameters in all buckets."""
     buckets: list[Any]
-    """One object ref, `RemoteBuffer` or (outside Ray) the buffer itself per bucket."""
+    """For each bucket an object ref, a `RemoteBuffer`, or (outside Ray) the buffer itself."""
     checksums: list[int]
     """`crc` of each bucket."""
     adapter: Mapping[str, Any] | None = None
@@ -75,16 +79,21 @@ class Shard:
 
 
 def checksum(shards: Sequence[Shard]) -> int:
-    """Return one number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
+    """Return the checksum of a version's weights of one model: the CRC-32 of the checksums of all buckets, by rank."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
     return zlib.crc32(b"".join(crc.to_bytes(4, "little") for shard in ordered for crc in shard.checksums))
 
 
 def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
-    """Fetch published buckets: byte buffers, or tensors on `device`.
+    """Fetch published buckets: host memory, or, with NIXL, tensors on `device`.
+
+    Args:
+        refs: entries of `Shard.buckets`, all of the same kind.
+        device: device to read to with NIXL.
+        timeout: seconds that all together may take.
 
     Raises:
-        TimeoutError: they did not arrive within `timeout` seconds.
+        TimeoutError: the buckets did not arrive in time.
     """
     if isinstance(refs[0], RemoteBuffer):
         return read(refs, device, timeout)
@@ -102,17 +111,17 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
 def parameters(
     shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
+    """Yield the whole parameters of a version, `(name, tensor)`, bucket by bucket.
 
-    While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. A tensor that
-    one rank holds whole is not copied: it is read-only.
+    While the caller works on a bucket, the next one is fetched and verified (not with NIXL). If one rank published a
+    whole tensor, it is not copied, and it may be read-only.
 
     Args:
-        shards: one per rank; every rank has the same number of buckets with the same parameters in each.
-        fetch: turns refs into byte buffers or uint8 tensors, for example `ray.get`.
+        shards: one per rank; every rank has the same number of buckets, with the same parameters in each.
+        fetch: turns entries of `Shard.buckets` into byte buffers or uint8 tensors, for example `ray.get`.
 
     Raises:
-        ValueError: a bucket's bytes do not match its checksum, or the parts of a parameter do not add up.
+        ValueError: a bucket does not match its checksum, or the blocks of a parameter do not add up to the whole.
     """
     count = len(shards[0].buckets)
 
@@ -140,7 +149,7 @@ def parameters(
 
 
 def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
-    """View a piece of a bucket as a tensor, without a copy."""
+    """Return the block `piece` in a bucket as a tensor of its shape and dtype, without a copy."""
     # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
     # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
@@ -154,7 +163,7 @@ def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
 
 
 def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tensor":
-    """Join a parameter from its pieces."""
+    """Join a parameter from its blocks. Raises ValueError if entries are missing."""
     import torch
 
     piece, whole = parts[0]
@@ -168,7 +177,7 @@ def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tens
 
 
 def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Yield the results of `work` on 0 to `count` in order; the next one is made while the caller has one."""
+    """Yield `work(0)`, ..., `work(count - 1)`. A thread computes the next result while the caller uses the last one."""
     with ThreadPoolExecutor(1, "weights") as pool:
         pending = pool.submit(work, 0) if count else None
         for following in range(1, count + 1):
@@ -179,18 +188,22 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
 
 
 def confirm(worker: Any) -> "Confirmation | None":
-    """Return a vLLM worker's findings on the version that it has just loaded; None if it knows all of its names."""
+    """Return a vLLM worker's findings on the version that it has just loaded.
+
+    None if the version was not checked, because `accept` was called for one with the same names of tensors.
+    """
     confirmation: Confirmation | None = worker.weight_transfer_engine.confirm()
     return confirmation
 
 
 def accept(worker: Any) -> None:
-    """End a vLLM worker's checks of versions that have the names of the last one."""
+    """Let a vLLM worker load further versions, with the same names of tensors as the last one, without checks."""
     worker.weight_transfer_engine.accept()
 
 
 def register() -> None:
-    """Make the transport known to vLLM in this process (also called in every vLLM process by the entry point)."""
+    """Register this transport as `BACKEND` in vLLM, in this process. vLLM's plug-in entry point calls this in each of
+    its processes."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,

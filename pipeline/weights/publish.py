@@ -1,8 +1,8 @@
-"""The trainer's side of the weight broadcast: each rank puts its shards into the object store and publishes the refs.
+"""The trainer's side of the weight sync: each rank puts its part of the weights into the object store.
 
-Every rank copies the block it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
-between ranks. Buckets are cut by the parameters' whole sizes, so every rank has the same parameters in the same bucket
-and an engine can load bucket by bucket (`load.py`).
+Every rank copies its block of each parameter into a few large byte buffers (buckets), stores these, and publishes
+references to them. Nothing is gathered between ranks. Buckets are filled by the parameters' unsharded sizes, so on
+every rank the same bucket has the same parameters, and an engine can load bucket by bucket (`load.py`).
 """
 
 from collections import Counter
@@ -24,30 +24,37 @@ from pipeline.weights.direct import ALIGNED, PublishedMemory
 from pipeline.weights.load import Piece, Shard
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""Parameters and buffers with their names."""
+"""(name, tensor) for parameters and buffers."""
 
 
 def travels_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor of a model is sent to an engine that computes in `dtype`.
+    """Return the dtype in which a tensor of a model is sent to an engine that computes in `dtype`.
 
-    A buffer keeps its own type, in which it is also read from a checkpoint.
+    A parameter is sent in `dtype`. A buffer keeps its own dtype, as when it is read from a checkpoint.
     """
     return dtype if is_weight(tensor) else tensor.dtype
 
 
 def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: bool = False) -> Named:
-    """Yield the weights of a model that are published (`lora.published`), under the names that `rename` gives them."""
+    """Yield the weights of a model that are published to engines (`lora.published`), unsharded or not.
+
+    Args:
+        model: the model.
+        rename: turns a name in `model` into the published name.
+        adapter_alone: whether to yield only the tensors of the adapter; else these are merged into the base.
+    """
     return ((rename(name), parameter) for name, parameter in published(model, adapter_alone))
 
 
 def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's block of a parameter, and the index of its first number in every dimension.
+    """Return the block of a parameter that this rank publishes, and the index of the block's first entry per dimension.
 
-    If several ranks have the same block (replicas, tensor-parallel ranks with the same norm), the first of them returns
-    it and the others return no numbers. An unsharded parameter belongs to rank 0.
+    If several ranks have the same block (replicas, tensor-parallel ranks with the same norm), only the first of them
+    publishes it; the others return an empty tensor. An unsharded parameter is published by rank 0.
 
     Raises:
-        ValueError: the part is not a block of neighbouring numbers, or it is one of several summands.
+        ValueError: this rank's entries are not a block of neighbouring rows or columns, or they must be summed over
+            ranks.
     """
     if not isinstance(parameter, DTensor):
         return parameter if rank == 0 else parameter.new_empty(0), (0,) * parameter.ndim
@@ -84,7 +91,13 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
 
 
 def buckets(weights: Named, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield tensors in order, in groups of at most `limit` bytes as they travel; a larger one is a group of its own."""
+    """Divide tensors, in order, into groups of at most `limit` bytes. A tensor with more bytes is a group by itself.
+
+    Args:
+        weights: the tensors, sharded or not; their unsharded sizes count, in the dtype in which they are sent.
+        dtype: the engine's dtype.
+        limit: most bytes of a group, over all ranks.
+    """
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, parameter in weights:
@@ -110,18 +123,17 @@ def pack(
 ) -> Shard:
     """Pack this rank's part of the current weights.
 
-    While a bucket is filled, another thread computes the checksum of the one before and stores it.
+    While a bucket is filled, another thread computes the checksum of the previous bucket and stores it.
 
     Args:
-        weights: tensors, sharded or not, under the engine's names; read one bucket after the other, the same on every
-            rank.
+        weights: tensors, sharded or not, under the published names, the same on every rank.
         rank: rank of this process.
-        dtype: type the parameters travel in; the engine's.
-        limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
-        put: stores a uint8 numpy array and returns a reference to it; `ray.put`.
-        memory: holds the buckets; `put` gets buckets of `PublishedMemory` as tensors. Without it, every bucket has
-            memory of its own.
-        adapter: settings of the adapter, if these weights are one; None for a whole model.
+        dtype: the engine's dtype, in which parameters are sent.
+        limit: most bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
+        put: stores a bucket, a uint8 numpy array, and returns a reference to it; for example `ray.put`. With
+            `PublishedMemory` it gets the bucket as a tensor.
+        memory: provides the memory of buckets; None allocates new memory for every bucket.
+        adapter: settings of the adapter if `weights` are an adapter's; None for a whole model.
     """
     pieces: list[Piece] = []
     stored: list[Future[tuple[int, Any]]] = []
@@ -152,8 +164,10 @@ def pack(
 
 
 def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) -> tuple[list[int], int]:
-    """Return offsets of a rank's parts in their bucket, and its bytes. Large numbers come first, so that all are
-    aligned."""
+    """Return the byte offset of each of a rank's parts in a bucket, and the number of bytes of the bucket.
+
+    Parts with large entries come first (8 bytes, then 4, ...), so that every part is aligned.
+    """
     offsets, size = [0] * len(parts), 0
     for index in sorted(range(len(parts)), key=lambda index: -parts[index][2].itemsize):
         part, _, kind = parts[index]
@@ -163,7 +177,8 @@ def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) 
 
 
 def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adapter_alone: bool = False) -> int:
-    """Return the bytes of all buckets that `pack` fills on this rank, each up to a multiple of `ALIGNED`."""
+    """Return the number of bytes of all buckets that `pack` fills on this rank, each rounded up to a multiple of
+    `ALIGNED`. Arguments are as in `pack` and `named`."""
     held = ((name, tensor) for name, tensor in tensors(model) if (".lora_" in name) == adapter_alone)
     total = 0
     for group in buckets(held, dtype, limit):
@@ -173,16 +188,16 @@ def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adap
 
 
 class Staging:
-    """Host memory for buckets, written again and again: to touch fresh memory takes longer than to copy.
+    """Reusable host memory for buckets, since the first write to new memory takes longer than the copy itself.
 
-    There are two buckets in turn. `put` must have copied a bucket when it returns.
+    Two buckets take turns. The `put` of `pack` must have copied a bucket when it returns.
     """
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return memory [nbytes] uint8 for the next bucket."""
+        """[nbytes] uint8, memory for the next bucket."""
         self._buffers.reverse()
         if len(self._buffers[0]) < nbytes:
             self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
@@ -190,14 +205,13 @@ class Staging:
 
 
 class WeightPublisher:
-    """Publishes one rank's weights of one model, version after version.
+    """Publisher of one rank's part of one model's weights, version after version.
 
     Args:
-        rank, dtype, limit: see `pack`.
-        put: stores a copy of a uint8 numpy array and returns a reference to it; `ray.put`.
-        rename: turns a parameter's name into the engine's.
-        memory: stores the buckets, in place of `put`.
-        adapter: see `pack`.
+        rank, dtype, limit, adapter: as in `pack`.
+        put: stores a copy of a bucket, a uint8 numpy array, and returns a reference to it; for example `ray.put`.
+        rename: turns the name of a parameter into the published name.
+        memory: stores the buckets for reads by NIXL, in place of `put`.
     """
 
     def __init__(
@@ -214,14 +228,14 @@ class WeightPublisher:
         self._put: Callable[[Any], Any] = memory.put if memory else put
         self._rename, self._memory = rename, memory or Staging()
         self.bytes = 0
-        """Size of the last version's buckets."""
+        """Number of bytes of this rank's buckets of the last version."""
 
     def stats(self) -> Stats:
-        """Return metrics of the last version."""
+        """Return the metric `perf/weight_bytes` of the last version."""
         return {"perf/weight_bytes": Stat("sum", (float(self.bytes),))}
 
     def pack(self, model: nn.Module, version: int) -> Shard:
-        """Pack this rank's part of the current weights, which are version `version`."""
+        """Pack this rank's part of the current weights of `model`, which are policy version `version`."""
         self.bytes = 0
 
         def put(buffer: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Updates of a vLLM model: vLLM's own reload, layer by layer, but embeddings and heads in place.
+"""Weight updates of a vLLM model: vLLM's layer-by-layer reload, except for embeddings and heads.
 
-vLLM's reload gives a layer fresh memory, loads it, lets it pack its weights for the kernels, and copies the result to
-the memory of the old weights. Embeddings and unquantised heads have nothing to change before that copy, and are a large
-part of a small model: they are loaded in place. On CPUs a head also has a copy of its weights that is packed for the
-GEMM, which takes as long as the rest of a small model: here each head gets it once, in another thread while the layers
-load, and embeddings that are not heads get none.
+vLLM's reload allocates new memory for a layer, loads the layer, packs its weights for the kernels, and copies the
+result to the memory of the old weights. Embeddings and unquantised heads are not packed, and are a large part of a
+small model, so here they are loaded directly into their memory. On CPUs a head also has a second copy of its weights,
+packed for the matrix product; packing takes as long as the rest of a small model. Here each head is packed once per
+update, in another thread while layers load, and embeddings that are not heads are not packed.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +14,10 @@ from pipeline.upstream.vllm import load_in_place, repack_experts
 
 
 class Reload:
-    """Updates of a vLLM model, one after the other.
+    """Weight updates of a vLLM model: `begin`, the model's `load_weights`, `finish`, for each update.
 
     Args:
-        model: all its weights are replaced in each update.
+        model: vLLM's model; each update replaces all of its weights.
         device: "cpu", or the name of a GPU.
     """
 
@@ -30,7 +30,7 @@ class Reload:
                 self._pack_when_loaded(head)
 
     def begin(self) -> None:
-        """Prepare the model for `load_weights` of all its weights. No request may be computed before `finish`."""
+        """Prepare the model for an update by `load_weights`. The model must not be run before `finish`."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._packed.clear()
@@ -40,7 +40,7 @@ class Reload:
             repack_experts(self._model)
 
     def finish(self, model_config: Any) -> None:
-        """Make the model compute with the weights that `load_weights` has got."""
+        """Finish an update: from now on the model computes with the weights that `load_weights` has loaded."""
         import torch
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -72,7 +72,7 @@ class Reload:
         return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
 
     def _embeddings(self) -> list[Any]:
-        """Return embeddings and heads whose kernel reads the weights as they are."""
+        """Return the embeddings and heads that are not quantised."""
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             UnquantizedEmbeddingMethod,
             VocabParallelEmbedding,
