@@ -42,7 +42,7 @@ _LOSSES: dict[str, PreferenceLoss] = {}
 
 
 def register_preference_loss(name: str) -> Callable[[PreferenceFunction], PreferenceFunction]:
-    """Return a decorator that makes a loss known as `loss.type=name`.
+    """Return a decorator that registers a preference loss as `loss.type=name`.
 
     Raises ValueError if the name belongs to another function.
     """

@@ -39,7 +39,7 @@ class StoreClient:
     def ask(
         self, method: Callable[Concatenate[PolicyStore, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a method that takes no attempt and returns at once."""
+        """Call a method without an attempt number that returns at once."""
         return self._answer(method, self._send(method, *args, **kwargs), ANSWER_S)
 
     def call(
@@ -51,7 +51,7 @@ class StoreClient:
     def wait(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a method that waits inside the store."""
+        """Call a method that waits inside the store, up to its own `timeout`."""
         answer = self._send(method, self.attempt, *args, **kwargs)
         while True:
             try:
@@ -62,7 +62,7 @@ class StoreClient:
     async def awaited(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Wait as `wait` does, for callers in an event loop."""
+        """Call a method that waits inside the store, as `wait` does, from an asyncio event loop."""
         answer = asyncio.ensure_future(_result(self._send(method, self.attempt, *args, **kwargs)))
         try:
             while True:

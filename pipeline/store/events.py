@@ -43,9 +43,9 @@ class VersionLoaded:
     """Seconds from the end of the version's last optimiser step to this event; None for the first version of an
     attempt, because engines start later."""
     idle_s: float
-    """Seconds without an admitted chunk since the engine's previous event."""
+    """Seconds without an admitted chunk since the engine's previous `VersionLoaded`."""
     busy_s: float
-    """Seconds with an admitted chunk since the engine's previous event."""
+    """Seconds with an admitted chunk since the engine's previous `VersionLoaded`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ValidationAnnounced:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Scores of one validation prompt, one entry per response whose reward did not fail."""
+    """Scores of the responses to one validation prompt; lists have one entry per response whose reward did not fail."""
 
     data_source: str
     uid: str

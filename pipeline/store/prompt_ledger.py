@@ -32,7 +32,7 @@ class PageGrant:
     version: int
     """The policy version that was current when the page was granted."""
     first: bool
-    """True for the first page at this version."""
+    """True if this is the first page that was granted at this version."""
     over: bool
     """True if the last iteration is trained, so that no more prompts are needed."""
 

@@ -142,7 +142,7 @@ class SupervisedLoop(ABC, Generic[C]):
         """
 
     def run(self) -> None:
-        """Take all steps, then validate and save the model."""
+        """Train for all steps, with validation every `trainer.test_freq` steps and after the last; save the model."""
         steps = self.settings.steps
         test_freq = self.config.trainer.test_freq
         tokens_seen = 0

@@ -136,7 +136,7 @@ class Actor(Learner):
 
     @torch.no_grad()
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
-        """Write what the loss needs before the first backward pass into `rows`: chosen tokens, and margins of pairs.
+        """Write the tokens that the loss chooses, or the margins of pairs, into `rows`, before the first backward pass.
 
         A collective. `token_mask_fn` of the loss chooses among all trained tokens of the global mini-batch.
         """

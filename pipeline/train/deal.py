@@ -91,7 +91,7 @@ class Dealer:
     unit: int
     """Number of neighbouring rows that stay together on one rank."""
     hidden_size: int
-    """Hidden size of the model, which sets the share of attention in a row's work."""
+    """Hidden size H of the model, for `work_of`."""
     skips: bool
     """True if rows whose advantages are all 0 skip the actor's update."""
     idle: float

@@ -99,7 +99,8 @@ class Learner(ABC):
         return {}
 
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
-        """Write into `rows` what the loss computes over the whole mini-batch `index` in advance; a collective."""
+        """Write columns into `rows` that the loss computes in advance over the whole mini-batch `index`; a
+        collective."""
         return
 
     def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:

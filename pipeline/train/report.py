@@ -1,4 +1,4 @@
-"""Timings of the train loop, and reasons to stop a run."""
+"""Timings of the train loop, timeouts of collective operations, and the limits at which a run ends."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Private interfaces of transformers (5.19): the loader of weights."""
+"""Private interfaces of transformers (5.19): its loader of weights, which can be replaced here."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -33,11 +33,11 @@ class Confirmation:
     """Findings of one worker of an engine; three empty sets if the version is complete."""
 
     unsent: set[str]
-    """Tensors that no train worker published, by their names in the model of `transformers`."""
+    """Names, in the model of `transformers`, of tensors that no train worker published."""
     unread: set[str]
-    """Tensors that the loader did not read, by their names in a checkpoint."""
+    """Names, in a checkpoint, of published tensors that the loader did not read."""
     left: set[str]
-    """Parameters to which nothing was written, by their names in the engine's model."""
+    """Names, in the engine's model, of parameters to which nothing was written."""
 
 
 def check(found: Sequence[Confirmation], family: str) -> None:
