@@ -126,7 +126,8 @@ def read(sources: list[str], run: bool = False) -> Settings:
         raise ScriptError(f"no settings of verl found: {settings.cannot[0]}")
     if not settings.settings:
         for source, text in texts.items():
-            if named := re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text):
+            named, commands = re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text), recordings[source].commands
+            if named and not any(named[1] in command.arguments for command in commands):
                 why = refusal(named[1]) or ": ".join(["", *unstarted(recordings[source], named[1])[:1]])
                 raise ScriptError(f"{source} ends before it starts {named[1]}{why}")
         for recording in recordings.values():

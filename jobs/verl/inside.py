@@ -194,13 +194,11 @@ class Runs:
         except subprocess.TimeoutExpired:
             process.kill()
         entries = list(_entries(_text(log, MAX_LOG)))
-        ended = sum(entry == ["end"] for entry in entries) == len(self.scripts)
         lines = _text(errors, MAX_ERRORS, from_end=True).splitlines()
-        if not ended:
-            lines += [f"line {line}: {text} ends the script" for line, text in (e for e in entries if len(e) == 2)][-1:]
         return {
             "commands": [entry for entry in entries if len(entry) > 2],
-            "ended": ended,
+            "ended": sum(entry == ["end"] for entry in entries) == len(self.scripts),
+            "exits": [f"line {entry[0]}: {entry[1]}" for entry in entries if len(entry) == 2],
             "exited": process.returncode is not None and process.returncode >= 0,
             "errors": [line for line in lines if re.search(r"\bline \d+: ", line) and not line.startswith("+")],
         }

@@ -59,7 +59,7 @@ class Recording:
 
     text: str
     error: str = ""
-    """The last error of bash."""
+    """The `exit` that ends the scripts, or else the last error of bash."""
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Sentences about values that the script reads and the run does not know."""
@@ -93,6 +93,8 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
     error = errors[-1] if errors else "" if first["exited"] else "line 1: the script does not end"
     if not first["commands"] and error:
         raise ScriptError(error)
+    if first["exits"] and not first["ended"]:
+        error = first["exits"][-1]
     recordings = [Recording(text, error) for text in scripts.values()]
     for number, line, arguments in _entries(first):
         command = Command([_shown(text) for text in arguments], line)
