@@ -20,7 +20,7 @@ ALGORITHM ?=
 DEMO := slipstream.py demo --task $(TASK) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM))
 KILLS ?= 20
 
-.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs bench wheel clean
+.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,14 @@ format: $(STAMP) ## let ruff format and fix the code
 docs: $(STAMP) ## write docs/configuration.md from the dataclasses and tests/sentences.txt from the checks
 	@$(RUN) -m tests.docs_configuration
 	@$(RUN) -m pytest -q -m unit --durations=0 --write-sentences $$(grep -rlw named tests --include='test_*.py')
+
+SITE := build/mkdocs
+site: ## the pages as a site with a search, in build/site (mkdocs, in an environment of its own)
+	@[ -x $(SITE)/bin/mkdocs ] || $(or $(PYTHON),python3.11) -m venv $(SITE)
+	@$(SITE)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >$(SITE)/requirements.txt
+	@$(SITE)/bin/python -m pip install --quiet --requirement $(SITE)/requirements.txt
+	@$(SITE)/bin/mkdocs build --strict --quiet
+	@echo "build/site is ready: python3 -m http.server --directory build/site"
 
 bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of the others
 	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done

@@ -1,4 +1,4 @@
-"""The command `slipstream`, and the start of Ray's workers: both find Slipstream's packages before the user's.
+"""The entry of the command `slipstream` and of Ray's workers: puts Slipstream's packages before the user's.
 
 `pipeline`, `jobs` and `configs` are common names of folders, and the current folder or `PYTHONPATH` may have them too.
 """
@@ -15,7 +15,7 @@ def own_first() -> None:
 
 
 def main() -> int:
-    """Run the job that the arguments name; returns its exit code."""
+    """Run the job that the command line names; returns the exit code."""
     own_first()
     from jobs.__main__ import main
 

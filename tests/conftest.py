@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests import sentences
@@ -34,6 +35,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # Under `nohup` as well: commands of the tests inherit what is ignored, and get the default of what is handled.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+# A busy machine makes no example too slow, and no strategy's draw either.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 # A tracking server or a cluster of the developer's own is no place for test runs.
 for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
     os.environ.pop(name, None)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -123,6 +124,22 @@ def test_the_environment_and_the_tools_of_the_documentation_work(tmp_path: Path)
             await processes.close()
 
     asyncio.run(play())
+
+
+def test_the_data_and_the_reward_of_the_quickstart_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    texts = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S))
+    assert list(texts) == ["make_data.py", "my_reward.py"]
+    monkeypatch.chdir(tmp_path)
+    exec(texts["make_data.py"], {})
+    reward: dict[str, Any] = {}
+    exec(texts["my_reward.py"], reward)
+    row = pq.read_table("train.parquet").to_pylist()[0]
+    numbers = row["reward_model"]["ground_truth"]
+    assert row["prompt"][0]["content"].endswith(f" Target: {sum(numbers)}.")
+    for text, right in ((" + ".join(map(str, reversed(numbers))), 1), (f"{numbers[0]} + {numbers[1]}", 0)):
+        scored = reward["compute_score"](row["data_source"], f"<answer> {text} </answer>", numbers, None)
+        assert scored == {"score": right, "acc": right}
 
 
 def settings_of(*schemas: type) -> tuple[set[str], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The custom algorithm of `docs/algorithms.md` as a user follows it: its file is written out, used part by part, and then by its command."""
+"""The custom algorithm of `docs/algorithms.md`, as a user follows it: its file, its parts, and its command."""
 
 import os
 import re

@@ -1,7 +1,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import rows
@@ -9,7 +9,6 @@ from pipeline import rows
 RUN = st.tuples(st.integers(0, 2**40), st.integers(0, 5))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(RUN, max_size=4), max_size=6), st.integers(0, 6))
 def test_versions_of_tokens(runs: list[list[tuple[int, int]]], first: int) -> None:
     flat = np.array([run for row in runs for run in row], dtype=np.int64).reshape(-1, 2)
@@ -43,7 +42,6 @@ SPAN = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(SPAN, max_size=5), max_size=6), st.integers(0, 6))
 def test_spans_of_episodes(episodes: list[list[tuple[int, int, float | None]]], first: int) -> None:
     made = [[dict(zip(("kind", "tokens", "reward"), span, strict=True)) for span in spans] for spans in episodes]

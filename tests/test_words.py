@@ -1,8 +1,10 @@
 """The word lint counts turns in docstrings and comments, and not in code, quoted or not."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
-from tests.words import Text, found, without_code
+from tests.words import TURNS, Text, found, pages, paragraphs, without_code
 
 
 def counts(text: str) -> dict[str, int]:
@@ -21,3 +23,30 @@ def test_beginnings_are_those_of_docstrings() -> None:
 
 def test_code_is_no_prose() -> None:
     assert counts("Calls `torch.where` and ``beside``.") == {}
+
+
+def test_a_page_has_paragraphs_items_and_lines_of_tables_but_no_code() -> None:
+    page = """# Where it runs
+
+Behind
+[that](beside.md).
+
+```bash
+echo beside
+```
+- alone
+  there
+    x where y
+| a | b |
+
+<!-- table: made -->
+| anew |
+<!-- end of the table -->
+"""
+    assert list(paragraphs(page)) == [(3, "Behind\n[that]."), (9, "alone\n  there"), (12, "a | b |")]
+
+
+def test_the_pages_are_counted_without_the_generated_one() -> None:
+    paths = {text.path for text in pages()}
+    assert {"README.md", "docs/algorithms.md"} <= paths and "docs/configuration.md" not in paths
+    assert set(json.loads((Path(__file__).parent / "words.json").read_text())["pages"]) == set(TURNS)

@@ -1,8 +1,9 @@
-"""The baseline stage: the score of each prompt's greedy response becomes the column `baseline` of its group.
+"""The baseline stage: writes the score of each prompt's greedy response into the column `baseline` of the group's rows.
 
-ReMax (Li et al. 2023) reads it. The rollout stage generates the greedy response with the group, the reward stage
-scores it, and this stage removes its row. If the reward of a greedy response failed, the rows of its group get the
-error, so that the advantage stage masks them. Rows of a replay bring the column from the recording.
+The estimator `remax` (ReMax, Li et al. 2023) reads the column. The rollout stage generates the greedy response together
+with the group, the reward stage scores it, and this stage removes its row from the stream. If scoring the greedy
+response failed, all rows of the group get the error, so that the advantage stage masks them. In a replay the rows have
+the column already, from the recording.
 """
 
 import pyarrow as pa
@@ -14,18 +15,20 @@ FAILED = "the reward of the greedy baseline failed: "
 
 
 class Baseline:
-    """Stage that turns the rows of split `baseline` into the column `baseline` (float32) of the rows with their uid."""
+    """Stage that turns the score of each row of split `baseline` into the column `baseline` (float32) of the other rows
+    with the same uid."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the rows of `table` without the greedy ones, in their order, with the column `BASELINE`.
+        """Return the rows of `table` without the greedy responses, in the same order, with the column `baseline`.
 
-        `baseline` is null if the reward of the greedy response failed. `reward_error` gives the reason, unless the row
-        has an error of its own.
+        If scoring the greedy response failed, `baseline` is null, and `reward_error` has the reason, unless the row has
+        an error of its own.
 
         Args:
-            table: scored rows of whole groups, each with one row of split `baseline`, or with the column already.
+            table: scored rows of whole groups, each group with one row of split `baseline`; or rows that have the
+                column already.
 
-        Raises ValueError if rows have no greedy response of their uid.
+        Raises ValueError if a row's group has no greedy response.
         """
         if "baseline" in table.column_names:
             failure = FAILED + "it failed in the run that was recorded"
@@ -47,6 +50,6 @@ class Baseline:
 
 
 def _with_errors(table: pa.Table, errors: pa.ChunkedArray) -> pa.Table:
-    """Write `errors` into `reward_error` of the rows without an error of their own."""
+    """Return `table` with `errors` [rows] in the column `reward_error` of rows that had no error."""
     column = table.column_names.index("reward_error")
     return table.set_column(column, table.schema.field(column), pc.coalesce(table["reward_error"], errors))

@@ -1,4 +1,4 @@
-"""Everything that an estimator of a user's own needs, and the look-up of estimators by name."""
+"""Names to import in a file with an advantage estimator of your own, and the look-up of estimators by name."""
 
 # ruff: noqa: F401
 from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est

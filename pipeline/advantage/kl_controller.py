@@ -2,8 +2,8 @@
 
     reward of token t = score (on the last token) - coef * KL_t
 
-The coefficient is published with every policy version, so that all rows of a version have the same one. After an
-iteration the controller takes the mean KL of its rows and gives the coefficient of the next version.
+The coefficient is published with every policy version, so all rows of a version have the same coefficient. After each
+iteration the controller computes the coefficient of the next version from the mean KL of the iteration's rows.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from pipeline.config.algorithm import KLControlConfig
 from pipeline.kl_estimate import estimate
 
 MAX_ERROR = 0.2
-"""Clip of the relative error in one step of the adaptive controller."""
+"""Bound of the relative error, `kl / target - 1`, in one step of the adaptive controller: it is clipped to ±0.2."""
 
 MIN_FACTOR = 0.1
-"""Smallest factor of one step: no later step could raise a coefficient of 0 or below."""
+"""Smallest factor by which one step multiplies the coefficient. A coefficient that reached 0 could never rise again."""
 
 
 def kl_penalty(log_probs: np.ndarray, ref_log_probs: np.ndarray, kind: str) -> np.ndarray:
     """[N] float64, estimate of KL(policy || reference) at each token, in nats (`pipeline/kl_estimate.py`).
 
     Args:
-        log_probs: [N] log-probs that the tokens were sampled with.
+        log_probs: [N] log-probs with which the tokens were sampled.
         ref_log_probs: [N] log-probs of the same tokens under the reference policy.
         kind: a key of `pipeline.kl_estimate.NAMES` (`algorithm.kl_penalty`).
 
@@ -35,7 +35,7 @@ def kl_penalty(log_probs: np.ndarray, ref_log_probs: np.ndarray, kind: str) -> n
 
 @dataclass
 class FixedKL:
-    """A constant coefficient."""
+    """A KL controller that keeps the coefficient constant."""
 
     coef: float
 
@@ -49,16 +49,17 @@ class AdaptiveKL:
 
         error = clip(kl / target - 1, -0.2, 0.2)        coef *= max(1 + error * rows / horizon, 0.1)
 
-    `target` is a KL per token; the paper's is one per response. The lower bound of 0.1 matters from five horizons of
-    rows on: without it (as in verl) the penalty would become a bonus.
+    `target` is a KL per token; in the paper it is a KL per response. If an iteration has more rows than 4.5 horizons,
+    the factor could fall below its bound of 0.1; without the bound (as in verl) and from 5 horizons on, the coefficient
+    could become negative, and the penalty a bonus.
     """
 
     coef: float
-    """The only state; settable, for checkpoints."""
+    """The KL coefficient, the only state of the controller. Checkpoints save and set it."""
     target: float
     """Target KL per token, above 0."""
     horizon: int
-    """Horizon in rows, above 0."""
+    """Number of rows, above 0, over which the coefficient changes by about the relative error."""
 
     def update(self, current_kl: float, rows: int) -> None:
         """Adapt the coefficient by one step.
@@ -75,7 +76,7 @@ KLController = FixedKL | AdaptiveKL
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """Return the controller of `algorithm.kl_ctrl`, whose bounds the config declares."""
+    """Build the KL controller that `algorithm.kl_ctrl` describes."""
     if config.type == "fixed":
         return FixedKL(config.kl_coef)
     return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)

@@ -1,10 +1,10 @@
-"""Estimators that read one reward per response and compare it with its group.
+"""Advantage estimators that compare the reward of a whole response with the rewards of the other samples of its group.
 
-An estimator gives one advantage per row, for all its trained tokens. R is a row's reward; mean, std (ddof 1) and n
-belong to its group. A group of equal rewards, or of one row, has advantages of exactly 0 before whitening. (verl gives
-a single row its bare reward, except in `grpo_passk`, which refuses it.) Whitening subtracts the mean over tokens, which
-may move such a group away from 0. The reward of a row without trained tokens still counts in its group. Returns equal
-the advantages.
+All trained tokens of a row get the same advantage A. R is the row's reward; mean, std (ddof 1) and n are the mean, the
+standard deviation and the number of rewards in the row's group. In a group of equal rewards, or of one row, advantages
+before whitening are exactly 0. (In verl the advantage of a single row is R; verl's `grpo_passk` raises an error for
+it.) Whitening subtracts the mean over tokens, which may move such a group away from 0. A row without trained tokens
+still counts in mean, std and n. The returns equal the advantages.
 """
 
 import numpy as np
@@ -26,9 +26,10 @@ def grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Decoupled normalisation of several rewards (GDPO, Liu et al. 2026): A = whiten(sum over keys k of w_k A_k).
 
-    A_k is the GRPO advantage of the reward part k of `gdpo_reward_keys`, and w_k its entry in `gdpo_reward_weights`
-    (default 1): a reward of large spread does not hide one of small spread. The sum is whitened over the trained tokens
-    of the batch. No part contains the KL penalty in the reward, so `gdpo` ignores it.
+    k runs over `gdpo_reward_keys`, which name parts of the reward. A_k is the GRPO advantage computed from part k, and
+    w_k the entry for k in `gdpo_reward_weights` (default 1). So a part of large variance does not hide a part of small
+    variance. The sum is whitened over the trained tokens of the batch. The KL penalty of `use_kl_in_reward` is in none
+    of the parts, so it has no effect.
 
     Raises ValueError without keys, if a key is not a reward part or not finite in some row, or if the numbers of
     weights and keys differ.
@@ -61,10 +62,10 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Advantages for the best of n (Tang et al. 2025): A = (R_max - R_2nd) / (std + 1e-6) for the best row, else 0.
+    """Advantages for pass@k (Tang et al. 2025): A = (R_max - R_2nd) / (std + 1e-6) for the best row of a group, else 0.
 
-    With `norm_adv_by_std_in_grpo=false` the difference is not divided. All advantages are 0 if two rows share the best
-    reward, and in a group of one.
+    R_max and R_2nd are the two highest rewards of the group. With `norm_adv_by_std_in_grpo=false` the difference is not
+    divided. All advantages of a group are 0 if two rows share the best reward, or if the group has one row.
     """
     order = np.lexsort((data.rewards, data.group))
     group = data.group[order]
@@ -79,10 +80,10 @@ def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Choose the pair of a group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the best response, -1
-    for the worst, 0 for the others.
+    """Mark the pair of each group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the response with the
+    highest reward, -1 for the response with the lowest, 0 for all others.
 
-    One response is taken among equally good ones. A group of equal rewards has no pair.
+    If several share the highest or the lowest reward, one of them is chosen. In a group of equal rewards all A are 0.
     """
     order = np.lexsort((data.rewards, data.group))
     first = np.flatnonzero(np.append(True, np.diff(data.group[order]) != 0)) if len(order) else order
@@ -94,15 +95,17 @@ def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def rloo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Leave-one-out (Ahmadian et al. 2024): A = R - mean of the others' R = n / (n - 1) * (R - mean)."""
+    """RLOO, leave-one-out baseline (Ahmadian et al. 2024): A = R - mean over the group's other rows = n / (n - 1) *
+    (R - mean)."""
     size = group_sizes(data.group)[data.group]
     return _of_rows(data, deviations(data.rewards, data.group) * size / np.maximum(size - 1, 1))
 
 
 def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Optimal reward baseline (Hao et al. 2025): A = R - sum(len * R) / sum(len), len counting trained tokens.
+    """OPO, optimal reward baseline (Hao et al. 2025): A = R - sum(len * R) / sum(len), with sums over the group.
 
-    It has the least variance if the squared norm of a response's gradient is proportional to its length.
+    len is the number of trained tokens of a row. The gradient has the least variance with this baseline if the squared
+    norm of a response's gradient is proportional to len.
     """
     length = np.diff(trained_offsets(data.mask, data.offsets))
     # Differences instead of rewards: equal rewards then give exactly 0.
@@ -113,10 +116,11 @@ def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def gpg(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Group policy gradient (Chu et al. 2025): A = alpha * (R - mean) / f_norm, alpha = rows / rows with R not 0.
+    """GPG, group policy gradient (Chu et al. 2025): A = alpha * (R - mean) / f_norm.
 
-    The paper's alpha is rows / rows with a gradient, that is, outside of groups of equal rewards. This one is verl's,
-    which takes a reward of 0 for the lack of a gradient. A batch of zeros has advantages 0.
+    As in verl, alpha = (rows in the batch) / (rows with R not 0). The paper's alpha is (rows in the batch) / (rows with
+    a gradient), and the rows without a gradient are the rows in groups of equal rewards. If all rewards are 0, all
+    advantages are 0.
     """
     alpha = len(data.rewards) / max(int(np.count_nonzero(data.rewards)), 1)
     return _of_rows(data, alpha * deviations(data.rewards, data.group) / config.f_norm)

@@ -1,27 +1,33 @@
-"""Recursions along rows of different lengths in one flat array; `offsets` [R + 1] as in `EstimatorInput`."""
+"""Sums along rows of different lengths that lie in one flat array.
+
+Row i of R has the entries `offsets[i]:offsets[i + 1]`; `offsets` [R + 1] int64 ends with the length of the array.
+"""
 
 import numpy as np
 
 
 def trained_offsets(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[R + 1] int64, the first index of each row in `x[mask]`, for a mask [N] bool."""
+    """[R + 1] int64, offsets of the rows in `x[mask]`, the entries of an array x [N] with a true mask [N]."""
     return np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
 
 
 def spread(trained: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """[N] the numbers of the trained tokens in their places, 0 elsewhere; the inverse of `x[mask]`."""
+    """[N] the numbers `trained`, in order, at the entries with a true mask, and 0 elsewhere: inverse of `x[mask]`."""
     tokens = np.zeros(len(mask))
     tokens[mask] = trained
     return tokens
 
 
 def discounted(values: np.ndarray, offsets: np.ndarray, factor: float | np.ndarray) -> np.ndarray:
-    """[N] the sums y_t = x_t + f_t * y_(t + 1) from each token to the end of its row, over values x [N].
+    """[N] the discounted sums y_t = x_t + f_t * y_(t + 1) from each token to the end of the token's row.
 
-    `factor` is f, one number or [N]; the factor at the last token of a row is not read.
+    Step s of the loop adds the token that is s tokens before the end of its row, in all rows that are long enough. So
+    the rounding in a row does not depend on other rows, as it would with differences of cumulative sums.
 
-    One step of the loop takes one token of every row that is long enough, from the end. So the rounding in a row
-    depends on no other row; with differences of cumulative sums over the whole array it would.
+    Args:
+        values: [N] x.
+        offsets: [R + 1].
+        factor: f, one number or [N]; the entry at the last token of a row is not read.
     """
     lengths = np.diff(offsets)
     by_length = np.argsort(-lengths, kind="stable")
@@ -39,5 +45,5 @@ def discounted(values: np.ndarray, offsets: np.ndarray, factor: float | np.ndarr
 
 
 def cumulative(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[N] the sums from the beginning of each row up to and including each token, over values [N]."""
+    """[N] the sum of `values` [N] from the beginning of the token's row up to and including the token."""
     return discounted(values[::-1], (len(values) - offsets)[::-1], 1.0)[::-1]

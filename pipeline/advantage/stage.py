@@ -1,11 +1,11 @@
-"""The advantage stage: scores of finished rows become one advantage per response token.
+"""The advantage stage: computes one advantage per response token from the scores of finished rows.
 
-A row whose reward failed stays in the stream but not in its group's statistics; it leaves with advantages 0 and a
-`drop_reason`, and trains nothing. Validation rows get advantages 0.
+A row whose reward failed stays in the stream, with advantages 0 and a `drop_reason`, so it does not train. It does not
+count in its group's statistics. Validation rows get advantages 0.
 
-With `algorithm.use_kl_in_reward` each trained token pays the KL to the reference policy, and a row's reward is its
-score less all that its tokens pay. If the score contains the rewards that an environment gave to answers of an
-episode, these go to the last tokens of the answers (`EstimatorInput.token_rewards`).
+With `algorithm.use_kl_in_reward` each trained token has a KL penalty, and a row's reward is its score minus the sum of
+the penalties. If the score contains rewards that an environment gave to turns of an episode, each of these is placed on
+the last trained token of its turn (`EstimatorInput.token_rewards`).
 """
 
 import json
@@ -27,18 +27,20 @@ NEED_COLUMNS = {
     "sum_pi_squared": "sum_pi_squared",
     "parts": "reward_parts",
 }
-"""The column for each need of an estimator."""
+"""Name of the table's column for each entry of `Estimator.needs`."""
 
 
 class Advantage:
-    """Stage that adds the columns `ADVANTAGE` to a table of whole groups, or of a whole iteration (see `scope`).
+    """Stage that adds the columns `ADVANTAGE` (advantages, returns, reward, kl, drop_reason).
+
+    A table has whole groups if the estimator's `scope` is `group`, and all rows of an iteration if it is `batch`.
 
     Args:
         config: settings of the algorithm.
-        store: returns the coefficient of the KL in the reward for each policy version; without it, rows must have the
-            column `kl_coef` if it is needed.
+        store: has the KL coefficient of each policy version, for `use_kl_in_reward`; without a store, rows must have
+            the column `kl_coef`.
         timeout: seconds without a heartbeat after which the wait for a version fails.
-        turn_rewards: whether the rewards of answers (`spans`) are part of the score.
+        turn_rewards: whether the score contains the rewards of turns, which are in the column `spans`.
 
     Raises ValueError if `algorithm.adv_estimator` is unknown.
     """
@@ -54,7 +56,7 @@ class Advantage:
         self._turn_rewards = turn_rewards
         self.estimator = get_adv_estimator(config.adv_estimator)
         self.scope, self.needs = self.estimator.scope, self.estimator.needs
-        # The reader of each column.
+        # Column to the part of the program that reads it, for errors.
         self._reads = dict.fromkeys(("uid", "score", "rollout_log_probs"), "the advantage stage reads")
         reader = f"algorithm.adv_estimator {config.adv_estimator!r} needs"
         self._reads |= {NEED_COLUMNS[need]: reader for need in self.needs}
@@ -67,10 +69,10 @@ class Advantage:
         """Return `table` with the columns `ADVANTAGE` added.
 
         Raises:
-            ValueError: a needed column is missing or has not one entry per response token; a row without `reward_error`
-                has a score, baseline, KL or KL coefficient that is not finite, or lacks a part of
-                `algorithm.gdpo_reward_keys`; or the estimator returned a wrong number of tokens, or a number that is
-                not finite.
+            ValueError: a needed column is missing, or a token column has not one entry per response token; a row
+                without `reward_error` has a score, baseline, KL or KL coefficient that is not finite, or lacks a part
+                of `algorithm.gdpo_reward_keys`; or the estimator returned a wrong number of tokens, or a number that
+                is not finite.
         """
         if self.config.use_kl_in_reward and self._store is not None:
             versions = table["policy_version"].to_pylist()
@@ -109,7 +111,10 @@ class Advantage:
         return append(table, ADVANTAGE, columns)
 
     def _select(self, table: pa.Table, used: np.ndarray) -> pa.Table:
-        """Select the rows `used` [R] and the columns that are read; raise ValueError if a column is missing."""
+        """Return the rows with a true entry in `used` [rows of `table`], and only the columns that are read.
+
+        Raises ValueError if a needed column is missing.
+        """
         for name, reader in self._reads.items():
             if name not in table.column_names:
                 writer = SCHEMA.field(name).metadata[b"writer"].decode()
@@ -143,8 +148,8 @@ class _Rows:
 
     Args:
         table: the rows.
-        mask: [N] bool, tokens that train.
-        lengths: [R] response tokens of each row.
+        mask: [N] bool, true for tokens that train.
+        lengths: [R] number of response tokens of each row.
     """
 
     def __init__(self, table: pa.Table, mask: np.ndarray, lengths: np.ndarray) -> None:
@@ -158,10 +163,15 @@ class _Rows:
         self.rewards = self.scores
         """[R] float64, scores minus penalties."""
         self.kl = np.full(len(table), np.nan)
-        """[R] float64, mean KL of the trained tokens, in nats; NaN without a KL in the reward or trained tokens."""
+        """[R] float64, mean KL of the row's trained tokens, in nats; NaN if the row has none, or the reward no KL."""
 
     def penalise(self, kind: str) -> None:
-        """Subtract the KL `kind` to the reference, times the row's coefficient, from the rewards of trained tokens."""
+        """Set `penalties`, `rewards` and `kl`: each trained token pays the row's coefficient times the KL to the
+        reference.
+
+        Args:
+            kind: the KL estimate, a key of `pipeline.kl_estimate.NAMES`.
+        """
         coef = self._numbers("kl_coef", "has kl_coef {}; the number published with its policy version was expected")
         kl = np.zeros(len(self.mask))
         reference = self._tokens("ref_log_probs")
@@ -186,7 +196,7 @@ class _Rows:
 
         Args:
             part_keys: reward parts that every row must have; None leaves out `parts`.
-            turn_rewards: whether the rewards of answers stand at the answers' last tokens.
+            turn_rewards: whether the reward of a turn is placed on the turn's last trained token.
         """
         there = self.table.column_names
         spans = spans_of(self.table, self.offsets) if "spans" in there else None
@@ -206,14 +216,19 @@ class _Rows:
         )
 
     def row_of(self, token: int) -> int:
-        """Return the row that a token belongs to."""
+        """Return the number of the row that contains the token with index `token` (0 to N - 1)."""
         return int(np.searchsorted(self.offsets, token, side="right")) - 1
 
     def _tokens(self, name: str) -> np.ndarray:
         return per_token(self.table, name, self.offsets).astype(np.float64)
 
     def _numbers(self, name: str, complaint: str) -> np.ndarray:
-        """[R] a column of one finite number per row; `complaint` is the error for another value."""
+        """[R] the column `name`, which must have one finite number per row.
+
+        Args:
+            name: the column.
+            complaint: end of the error's sentence; `{}` becomes the wrong value.
+        """
         values = self.table[name].to_numpy().astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
@@ -222,7 +237,11 @@ class _Rows:
         return values
 
     def _parts(self, keys: list[str]) -> dict[str, np.ndarray]:
-        """Return the score and each reward part that is a number or truth value in every row, each [R]."""
+        """Return the score and each reward part that is a number or bool in every row: name to [R].
+
+        Args:
+            keys: names of parts that every row must have.
+        """
         found = []
         for text in self.table["reward_parts"].to_pylist():
             parts = json.loads(text or "{}")
@@ -240,9 +259,9 @@ class _Rows:
         return {"score": self.scores, **columns}
 
     def _scores_on_tokens(self, spans: Spans | None) -> np.ndarray:
-        """[N] each row's score on its last trained token, 0 elsewhere; nothing for a row without trained tokens.
+        """[N] each row's score on the row's last trained token, 0 elsewhere; all 0 in a row without trained tokens.
 
-        With `spans`, the reward of an answer is on its own last trained token, and the rest of the score on the row's.
+        With `spans`, the reward of a turn is on the turn's last trained token, and the rest of the score on the row's.
         """
         token_rewards, rest = np.zeros(len(self.mask)), self.scores
         if spans is not None:
@@ -259,7 +278,11 @@ class _Rows:
         return token_rewards
 
     def _last_trained(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[K] int64, the last trained token of each stretch of tokens; -1 if none trains."""
+        """[K] int64, index of the last trained token in each range `begins[k]:ends[k]` of tokens; -1 if none trains.
+
+        Args:
+            begins, ends: [K] token indices.
+        """
         trained = np.concatenate([[-1], np.flatnonzero(self.mask)])
         last = trained[np.searchsorted(trained, ends) - 1]
         return np.where(last >= begins, last, -1)

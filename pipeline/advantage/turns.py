@@ -1,18 +1,19 @@
-"""Group relative advantages of single turns, for episodes whose environment rewards answers one by one.
+"""Group relative advantages of single turns, for multi-turn episodes whose environment rewards each turn.
 
     G_k = r_k + turn_gamma G_(k + 1)        A_k = (G_k - mean) / (std + 1e-6)
 
-r_k is the sum of the rewards of the tokens of turn k (an answer of the policy). Mean and std (ddof 1) run over the G_k
-of the samples of the group that have a turn k. All trained tokens of turn k get A_k. So a turn gets no credit for
-rewards before it, and is compared with turns that had as much of the episode ahead of them. It is close to
-GTPO (Ding et al. 2025, arXiv 2511.14846), which normalises discounted returns too, and to MT-GRPO (Zeng et al. 2025,
-arXiv 2505.11821).
+A turn is one generation of the policy in an episode. r_k is the sum of the rewards of the tokens of turn k. Mean and
+std (ddof 1) run over the G_k of all samples of the group that have a turn k. All trained tokens of turn k get A_k. So a
+turn gets no credit for earlier rewards, and is compared with turns at the same point of other episodes. The estimator
+is close to GTPO (Ding et al. 2025, arXiv 2511.14846), which normalises discounted returns too, and to MT-GRPO (Zeng et
+al. 2025, arXiv 2505.11821).
 
-The mean of returns is a baseline that depends only on the episode before the turn. A sum of normalised rewards would
-not be one: the policy's own choice to end the episode would decide how many means are subtracted.
+The mean of the returns G_k is a baseline that depends only on the episode before turn k. If instead each reward r_k
+were normalised and the results summed, there would be no such baseline: by ending an episode early, the policy would
+choose how many means are subtracted.
 
-A turn without trained tokens does not count. A turn that no other sample of the group has, and turns of equal
-returns, have advantages of exactly 0; in rows of one turn this is `grpo`. The returns are G_k.
+A turn without trained tokens does not count. If turn k exists in only one sample of the group, or all G_k are equal,
+A_k is exactly 0. If all rows have one turn, the estimator equals `grpo`. The returns are G_k.
 """
 
 import numpy as np
@@ -24,7 +25,7 @@ from pipeline.config.algorithm import AlgorithmConfig
 
 
 def turn_grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Apply the module's formula; with `norm_adv_by_std_in_grpo=false` A_k = G_k - mean."""
+    """Estimate A_k by the formula of the module; with `norm_adv_by_std_in_grpo=false` A_k = G_k - mean."""
     rows = np.repeat(np.arange(len(data.rewards)), data.lengths)[data.mask]
     turns = np.zeros(len(rows), np.int64) if data.turns is None else data.turns[data.mask]
     shape = len(data.rewards), int(turns.max(initial=0)) + 1

@@ -1,8 +1,9 @@
-"""Arguments of tool calls, which a model writes: the check against the tool's JSON schema, on the run's side.
+"""Check of the arguments that a model wrote in a tool call against the tool's JSON schema, in the run's process.
 
-`jsonschema` makes the check. A model may write anything, and a server may give any schema, so a check neither raises
-nor runs without an end, and fetches nothing. Keywords whose check could do so are left to the tool, and so are
-references that lead to no schema. This only makes a check milder, because keywords that negate others are left, too.
+The check is made by `jsonschema`. A model may write anything, and a server may give any schema, so a check never
+raises, ends in time, and fetches nothing. Keywords whose check could take long are left to the tool, and so are
+references that do not resolve to a schema. Keywords that negate others are left out too, so leaving keywords out can
+only make the check accept more.
 """
 
 import itertools
@@ -22,11 +23,11 @@ from referencing import Registry
 from pipeline.agent.inside.frames import cut
 
 CHECK_S = 2.0
-"""Most seconds of CPU time that a check may take."""
+"""Maximum CPU time of one check, in seconds."""
 MAX_ERROR = 300
-"""Most characters of one error."""
+"""Maximum length of one error, in characters."""
 MAX_FORMS = 16
-"""Most forms of `anyOf` whose errors are kept, to choose the most relevant one."""
+"""Maximum number of subschemas of one `anyOf` whose errors are kept, to choose the most relevant error."""
 LEFT_TO_THE_TOOL = (
     # Regular expressions can take exponential time, and hold the interpreter's lock meanwhile.
     *("pattern", "patternProperties"),
@@ -36,23 +37,23 @@ LEFT_TO_THE_TOOL = (
     *("not", "if", "contains"),
 )
 _ELSEWHERE = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties"}
-"""Keywords that may name further arguments."""
+"""Keywords of a schema that may allow arguments that its `properties` do not name."""
 _until: ContextVar[float] = ContextVar("_until")
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError]]
 
 
 class _Late(Exception):
-    """A check has taken `CHECK_S`."""
+    """A check has taken longer than `CHECK_S`."""
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Check that the parameters of a tool are a JSON schema of an object.
+    """Check that the `parameters` of a tool are a valid JSON schema of an object.
 
     Args:
-        schema: in OpenAI's form.
+        schema: description of the tool in OpenAI's form.
 
     Raises:
-        ValueError: they are not; the sentence names the tool.
+        ValueError: the parameters are not such a schema; the message names the tool.
     """
     function = schema["function"]
     parameters = function.get("parameters") or {}
@@ -63,14 +64,14 @@ def check_schema(schema: dict[str, Any]) -> None:
 
 
 def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
-    """Find the first mistake in the arguments of a call; returns a sentence for the model, or None.
+    """Find the first mistake in the arguments of a call. Returns a sentence for the model, or None if there is none.
 
     An argument that the schema does not name is a mistake unless the schema allows further ones. All numbers must be
-    finite, and an integer one that a float can hold, so that no tool fails because it computes with it.
+    finite, and integers small enough for a float, so that no tool fails because it computes with them.
 
     Args:
-        schema: in OpenAI's form; `check_schema` accepts it.
-        arguments: by name.
+        schema: description of the tool in OpenAI's form, which `check_schema` has accepted.
+        arguments: the arguments by name.
     """
     function = schema["function"]
     tool, parameters = function["name"], function.get("parameters") or {}
@@ -98,11 +99,13 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
 
 
 def whole(schema: Any, value: Any) -> Any:
-    """Convert floats to the integers that a schema asks for: a model may write 3.0, which is an integer in JSON.
+    """Return `value` with floats replaced by integers at the positions of `"type": "integer"` in the schema.
+
+    A model may write 3.0, which is an integer in JSON.
 
     Args:
         schema: JSON schema of the value.
-        value: fits the schema.
+        value: a value that fits the schema.
     """
     if not isinstance(schema, dict):
         return value
@@ -117,7 +120,7 @@ def whole(schema: Any, value: Any) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return False if a value holds a number that is not finite or an integer that a float cannot hold."""
+    """Return False if a value holds, at any depth, a number that is not finite or an integer too large for a float."""
     left = [value]
     while left:
         one = left.pop()
@@ -128,7 +131,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _error(schema: Any, value: Any) -> tuple[list[Any], str] | None:
-    """Find the first error of a value; returns its path and its words."""
+    """Find the first error of a value against a schema. Returns (path to the part with the error, message), or None."""
     _until.set(time.thread_time() + CHECK_S)
     try:
         errors = _Validator(schema, registry=Registry()).iter_errors(value)
@@ -141,9 +144,9 @@ def _error(schema: Any, value: Any) -> tuple[list[Any], str] | None:
 
 
 def _bounded(check: Keyword) -> Keyword:
-    """Make a keyword's check end in time, never raise, and yield short errors.
+    """Wrap the check of a schema keyword: it ends within `CHECK_S`, never raises, and yields short errors.
 
-    The result knows OpenAPI's `nullable`, too, which chat templates expect.
+    The wrapped check also accepts None if the schema has OpenAPI's `nullable`, which chat templates expect.
     """
 
     def keyword(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
@@ -169,7 +172,10 @@ def _in_time() -> None:
 
 
 def _any_of(validator: Any, forms: list[Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check `anyOf` and keep few errors. It also checks `oneOf`, as forms may differ in keywords that are left."""
+    """Check `anyOf` and `oneOf`, and keep few errors.
+
+    `oneOf` is checked as `anyOf`, since its forms may differ only in keywords that are left to the tool.
+    """
     errors: list[ValidationError] = []
     for index, form in enumerate(forms):
         _in_time()

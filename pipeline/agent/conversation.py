@@ -1,6 +1,6 @@
-"""Growth of the contexts of an episode: the policy answers, and observations follow.
+"""The token sequences (contexts) of an episode: they grow by the policy's turns and the observations after each.
 
-The tokens of a turn are the tokens of the turn before, the sampled tokens, and the bridge to the next answer,
+The tokens up to a turn are the tokens up to the turn before, the sampled tokens, and the bridge to the next turn,
 concatenated. Sampled tokens are never encoded again, so the trainer computes log-probs of exactly the tokens that the
 engine saw.
 """
@@ -24,28 +24,30 @@ from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
 
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
-"""The policy: a function of the tokens so far, most tokens of the answer, and the number of the turn."""
+"""The policy: a function of (token ids so far, maximum number of tokens to generate, number of the turn) that returns
+the generated turn."""
 
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
-"""Marks of a cut message; the short one is used if the other would take more than half of the allowed tokens."""
+"""Text that replaces the middle of a cut message; the short one is used if the long one would take more than half of
+the allowed tokens."""
 USUAL = 8
-"""Characters for each allowed token; a longer text is counted in pieces before the whole is encoded. A text of 4 MiB
-would take seconds, and would block the engine's other episodes."""
+"""Characters per allowed token from which on a text is suspected to be too long: its tokens are then counted piece by
+piece before the whole is encoded. Encoding 4 MiB would take seconds, and would block the engine's other episodes."""
 READ_AT_ONCE = 1000
-"""Most tokens of an answer that is read on the event loop, not in a thread; and of a reply that is kept in the record
-even if no answer to it fits."""
+"""Maximum number of tokens of a turn that is parsed on the event loop; longer ones are parsed in a thread. Also the
+number of tokens up to which an observation is kept in the record even if no turn fits after it."""
 PIECE, SEAM = 1 << 13, 16
-"""Characters of such a piece, and most tokens that the cut can add to it."""
+"""Number of characters of such a piece, and the maximum number of tokens that cutting the text can add to a piece."""
 
 
 class Conversation:
-    """The contexts of one episode.
+    """The contexts (token sequences) of one episode.
 
     Args:
         chat_format: chat format of the engine.
         ask: the policy.
-        longest: most tokens after a context's prompt.
-        stop: texts that end an answer.
+        longest: maximum number of tokens after a context's prompt.
+        stop: texts that end a turn.
     """
 
     def __init__(self, chat_format: ChatFormat, ask: Ask, longest: int, stop: Sequence[str] = ()) -> None:
@@ -53,29 +55,33 @@ class Conversation:
         self.config: AgentConfig = chat_format.config
         self.contexts: list[Context] = []
         self.turns = 0
-        """Number of the policy's answers."""
+        """Number of turns that the policy has generated."""
         self.over = ""
-        """The limit that ended `chat`, `length` or `turns`; empty if it goes on."""
+        """The limit that ended the conversation: `length` or `turns`; "" while it goes on."""
         self.engine_s = 0.0
-        """Seconds in which the policy answered."""
+        """Seconds in which the policy was generating at least one turn."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in the answers, by the name of the tool; 0 for a tool that was shown but not called."""
+        """Number of calls in the turns, by name of the tool; 0 for a tool that was shown but not called."""
         self.mistakes: Counter[str] = Counter()
-        """Calls in the answers that could not be read (`malformed`), name no tool (`unknown`), or that the tool refused
-        (`tool_errors`)."""
+        """Number of calls in the turns that could not be parsed (`malformed`), name a tool that does not exist
+        (`unknown`), or got an error from the tool (`tool_errors`)."""
         self._asked = self._made = 0
-        """Requests to the policy, and calls that were read."""
+        """Number of requests to the policy, and number of calls that were parsed."""
         self._answering: list[Context] = []
-        """Contexts to which the policy is answering."""
+        """Contexts for which the policy is generating a turn."""
         self._busy_since = 0.0
 
     def begin(self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None) -> Context:
-        """Begin a context with `messages` as its prompt; without `chat_format`, in the chat format of the engine.
+        """Begin a context with `messages` as its prompt.
+
+        Args:
+            messages: the messages of the prompt.
+            chat_format: None takes the chat format of the engine.
 
         Raises:
-            EpisodeFailed: the context is one too many, its prompt is too long, ends with an answer or is refused by the
-                chat template, or `stop` could cut its calls.
+            EpisodeFailed: the episode has `agent.max_contexts` contexts already; the prompt is too long, ends with an
+                assistant's message or is refused by the chat template; or `stop` could cut a tool call.
             EpisodeOver: the prompt is too long, and the context is not the first.
         """
         chat_format, most = chat_format or self._chat_format, self.config.max_contexts
@@ -107,7 +113,7 @@ class Conversation:
             length, fits = f"{len(ids)} tokens", len(ids) <= chat_format.max_prompt_length
         if not fits:
             if self.contexts:
-                # The length depends on the policy's answers.
+                # The length depends on the policy's turns.
                 self._end("length")
             raise EpisodeFailed(
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
@@ -122,12 +128,15 @@ class Conversation:
         return self.contexts[-1]
 
     def _room(self, context: Context) -> int:
-        """Count the tokens that fit after a context; a prompt with earlier answers in it takes some of them."""
+        """Return the number of tokens that still fit into a context.
+
+        A prompt that holds earlier turns, and so is longer than `max_prompt_length`, leaves fewer.
+        """
         total = self._chat_format.max_prompt_length + self._longest
         return min(self._longest, total - len(context.prompt_ids)) - len(context.ids)
 
     async def answer(self, context: Context, most: int | None = None) -> Answer:
-        """Let the policy answer, in as many tokens as are left, and at most `most`."""
+        """Let the policy generate a turn in a context, with at most `most` tokens, and at most as many as still fit."""
         room = self._room(context)
         limit = min(tokens for tokens in (room, self.config.max_turn_tokens, most) if tokens)
         ids, number = context.prompt_ids + context.ids, self._asked
@@ -161,11 +170,11 @@ class Conversation:
             self.engine_s += time.monotonic() - self._busy_since
 
     def observe(self, context: Context, messages: list[dict[str, Any]]) -> Context | None:
-        """Append messages after the last answer.
+        """Append observations after the last turn of a context.
 
         Returns:
-            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template shows
-            earlier answers otherwise than they were sampled. None if no further answer would fit.
+            The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template renders
+            earlier turns differently from how they were sampled. None if no further turn would fit.
 
         Raises:
             EpisodeFailed: the chat template cannot continue with the messages.
@@ -176,7 +185,7 @@ class Conversation:
         keeps = self.config.context == "keep"
         room = self._room(context) if keeps else chat_format.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
-        # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
+        # An observation that may be long is not even cut. A short one is recorded even if no turn fits after it.
         begun = [message | {"content": message["content"][:most]} for message in messages]
         if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
@@ -196,7 +205,7 @@ class Conversation:
         except ValueError as error:
             raise EpisodeFailed(str(error)) from error
         context.messages, context.heard = whole, heard
-        # An observation without an answer after it would train nothing.
+        # An observation without a turn after it would train nothing.
         if len(ids) >= self._room(context):
             return None
         context.add_observation(ids)
@@ -205,19 +214,19 @@ class Conversation:
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, most: int | None = None
     ) -> Answer:
-        """Let the policy answer `messages`, which continue the context that they begin with, or begin a new one.
+        """Let the policy generate a turn after `messages`, which either continue an earlier context or begin a new one.
 
-        The messages continue a context if they repeat its messages, answers included, and add at least one. A context
-        that waits for an answer cannot be continued. A cancelled chat leaves no trace.
+        The messages continue a context if they repeat its messages, turns included, and add at least one. A context for
+        which the policy is still generating cannot be continued. A cancelled chat leaves no trace.
 
         Args:
             messages: result of `messages.checked_messages`.
             tools: schemas of the tools; a context keeps the same tools from its beginning to its end.
-            most: most tokens of the answer; None leaves it to `agent.max_turn_tokens`.
+            most: maximum number of tokens of the turn; None leaves it to `agent.max_turn_tokens`.
 
         Raises:
-            EpisodeOver: no turn is left, or no further answer fits; each later chat raises it, too.
-            EpisodeFailed: as `begin` and `observe`, or the tools cannot be used.
+            EpisodeOver: no turn is left, or no further turn fits; each later chat raises it, too.
+            EpisodeFailed: `begin` or `observe` raised it, or the tools cannot be used.
         """
         try:
             chat_format = await self._chat_format.with_tools(tools or [])
@@ -245,7 +254,7 @@ class Conversation:
             else:
                 del self.contexts[[each is context for each in self.contexts].index(True)]
             raise
-        # Ids of calls begin at 0 in each answer; a program needs ids that are unique in the episode.
+        # Ids of calls begin at 0 in each turn; a program needs ids that are unique in the episode.
         calls = [replace(call, id=call_id(self._made + i)) for i, call in enumerate(answer.message.calls)]
         self._made += len(calls)
         context.call_ids = [call.id for call in calls]
@@ -266,21 +275,25 @@ class Conversation:
         raise EpisodeOver(f"the episode is over: no further answer is allowed by {limit}")
 
     def _continued(self, messages: list[dict[str, Any]], chat_format: ChatFormat) -> Context | None:
-        """Return the context with the longest conversation that `messages` repeat; None if they repeat none."""
+        """Return the context with the longest conversation that `messages` repeat and continue; None if there is
+        none."""
         wanted = [_content(message) for message in messages]
         found: Context | None = None
         for context in self.contexts:
             known = context.heard
             longer = found is None or len(known) > len(found.heard)
             free = context.chat_format.key == chat_format.key and not any(context is other for other in self._answering)
-            # Further messages of an assistant are not answers of the policy.
+            # Further messages of an assistant are not turns of the policy.
             follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
             if longer and free and follows and wanted[: len(known)] == known:
                 found = context
         return found
 
     def _may_fit(self, messages: list[dict[str, Any]], tokens: int) -> bool:
-        """Return whether messages may fit in so many tokens and are worth encoding; each takes at least one token."""
+        """Return False if messages surely take more than `tokens` tokens, without encoding long texts as a whole.
+
+        Each message takes at least one token.
+        """
         if len(messages) > tokens or (characters := _characters(messages)) > tokens * TOKEN:
             return False
         if characters <= tokens * USUAL:
@@ -293,7 +306,8 @@ class Conversation:
         return True
 
     def cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Cut a message in the middle to at most `agent.max_observation_tokens` tokens."""
+        """Shorten a message to at most `agent.max_observation_tokens` tokens: a mark replaces the middle of the
+        text."""
         text, most = message["content"], self.config.max_observation_tokens
         bridge = self._chat_format.bridge
         # A token is at least one byte, so most texts need not be encoded to be counted.
@@ -318,7 +332,7 @@ def _characters(messages: list[dict[str, Any]]) -> int:
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the texts in messages that the policy reads, without the texts that the chat template adds."""
+    """Yield the contents, names and calls of messages as texts, without the texts that the chat template adds."""
     for message in messages:
         yield message.get("content") or ""
         yield message.get("name") or ""
@@ -327,7 +341,10 @@ def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give messages of tools after a context the id and name of the answer's call that they name."""
+    """Give each tool message after a context the id and name of the call that the message answers.
+
+    The call is found by `tool_call_id` among the calls of the context's last turn.
+    """
     named = []
     for message in messages:
         if message["role"] == "tool":
@@ -341,7 +358,8 @@ def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def _content(message: dict[str, Any]) -> tuple[str, str, str]:
-    """Return role, text and calls of a message, which are the same for two equal messages, however they are written."""
+    """Return role, text and calls of a message in a form that is equal for equal messages, whatever their JSON
+    layout."""
     calls = message.get("calls") or [call["function"] for call in message.get("tool_calls") or []]
     made = []
     for call in calls:

@@ -1,17 +1,17 @@
-"""One episode: the policy and its player take turns until a deadline, and the result is a row's record.
+"""One episode: the policy and its player take turns until the end or a deadline; the result is recorded for the row.
 
-The flow of an episode:
+The steps of an episode:
 
     rollout/episodes.py    starts one coroutine for each sample of a chunk of prompts
     rollout/agents.py      `Agent.open` forks the process of the episode, in which the user's code runs (`inside/`)
-    episode.py             `run` sets the deadline, lets the player play, and makes the record, an `Episode`
+    episode.py             `run` sets the deadline, starts the player, and makes the record, an `Episode`
       player.py            `Player`: an episode goes in turns, or a program drives it
-        turns.py           the policy answers, environment or tools reply, the policy answers again
-        program.py         the user's program requests answers: by `chat`, or by a client at the `endpoint/`
-      conversation.py      keeps the contexts: each answer of the policy continues the tokens before it
-        tokens/bridge.py   gives the tokens between two answers, by the model's own chat template
-        the engine (`Ask`) samples the answer
-        tokens/calls.py    reads text, reasoning and tool calls of the answer
+        turns.py           the policy generates a turn, environment or tools reply, the policy generates again
+        program.py         the user's program requests turns: by `chat`, or by a client at the `endpoint/`
+      conversation.py      keeps the contexts: each turn of the policy continues the tokens before it
+        tokens/bridge.py   gives the tokens between two turns, by the model's own chat template
+        the engine (`Ask`) samples the turn
+        tokens/calls.py    parses text, reasoning and tool calls of the turn
 """
 
 import asyncio
@@ -31,42 +31,42 @@ from pipeline.config.agent import AgentConfig
 
 @dataclass
 class Episode:
-    """The result of an episode."""
+    """The result of an episode: token contexts, conversation, rewards, and how the episode ended."""
 
     contexts: list[Context]
     messages: list[dict[str, Any]]
-    """The conversation, the prompt included; conversations of a program as `forms.joined` joins them."""
+    """The conversation, the prompt included. If a program had several conversations, `forms.joined` joins them."""
     finish_reason: str = "abort"
-    """Finish reason of the last answer, from the engine."""
+    """Finish reason of the last turn, from the engine."""
     response: str = ""
-    """Text of the last answer."""
+    """Text of the last turn."""
     turns: int = 0
     ended: str = "error"
-    """The end of the episode, as in the column `ended`."""
+    """How the episode ended; a value of the column `ended`."""
     error: str | None = None
-    """The error of an episode that failed."""
+    """Error message if the episode failed, else None."""
     lost: bool = False
-    """True if the episode failed with its zygote or its host, so that it may begin again."""
+    """True if the episode failed because its zygote or its host ended, so that the episode may begin again."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """Further numbers of the environment."""
+    """Further values that the environment or program reported, by name."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The column `episode`."""
+    """The contents of the column `episode`: counts and seconds, by name."""
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Tokens of the first context's prompt; empty if the episode failed before it."""
+        """Token ids of the first context's prompt; empty if the episode failed before there was one."""
         return self.contexts[0].prompt_ids if self.contexts else []
 
     @property
     def score(self) -> float:
-        """Sum of the answers' rewards; 0 for an episode that failed."""
+        """Sum of the rewards of all turns; 0 for an episode that failed."""
         if self.error is not None:
             return 0.0
         return float(sum(reward or 0.0 for context in self.contexts for _, _, reward in context.spans))
 
     @staticmethod
     def to_json(value: Any) -> str:
-        """Write the value of a column as JSON in valid UTF-8, even if the model wrote lone surrogates."""
+        """Encode the value of a column as JSON in valid UTF-8, even if the model wrote lone surrogates."""
         return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
 
 
@@ -86,9 +86,9 @@ async def run(
         opened: starts the process of the episode, and returns its player.
         chat_format: chat format of the engine.
         ask: the policy.
-        longest: most tokens after the prompt, by the row's settings.
-        stop: texts that end an answer.
-        spent_s: seconds that the episode took before it began again.
+        longest: maximum number of tokens after the prompt, by the row's settings.
+        stop: texts that end a turn.
+        spent_s: seconds that earlier attempts at the episode took, which count toward its deadline.
     """
     config: AgentConfig = chat_format.config
     began = time.monotonic() - spent_s
@@ -122,7 +122,7 @@ def _record(
     error: EpisodeFailed | None,
     seconds: float,
 ) -> Episode:
-    """Make the result of an episode; without a player, its process has not begun."""
+    """Make the result of an episode. `player` is None if the process of the episode has not begun."""
     episode = Episode(
         conversation.contexts,
         player.messages if player is not None and player.messages else list(row["prompt"]),

@@ -1,12 +1,12 @@
-"""Failures of episodes on the run's side."""
+"""Exceptions for failed episodes, raised in the run's process."""
 
 from pipeline.agent.inside import frames
 
 
 class EpisodeFailed(Exception):
-    """The environment, a tool or the program failed, and the row with it.
+    """The environment, a tool or the program failed, and so the row fails.
 
-    The message is the row's error, cut to `MAX_REASON`.
+    The message is the row's error, cut to `MAX_REASON` characters.
     """
 
     def __init__(self, words: str) -> None:
@@ -18,8 +18,8 @@ class EpisodeLost(EpisodeFailed):
 
 
 class CommandFailed(EpisodeFailed):
-    """The command, or the program with a client, that drives an episode failed."""
+    """The command, or the program with its own client, that drives an episode failed."""
 
 
 class PolicyMistake(Exception):
-    """A tool could not fulfil the model's call; the message is for the model."""
+    """A tool could not carry out the model's call; the model reads the message."""

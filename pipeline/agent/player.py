@@ -1,4 +1,4 @@
-"""The two kinds of players, and what they need of the process of an episode."""
+"""The protocol of players, which lead an episode, and the methods that they need of the process of an episode."""
 
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ class EpisodeProcess(Protocol):
     """The content with which the environment began the episode."""
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
-        """Return the environment's answer to a message."""
+        """Send the environment a message of the policy and return the observation."""
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool and return its result as text."""
@@ -24,32 +24,39 @@ class EpisodeProcess(Protocol):
         """Run the program of the episode and return its result."""
 
     async def place(self) -> str:
-        """Return the place of the late process, such as ` (my_program.py, line 12)`; "" if it does not report one."""
+        """Return the file and line at which a process past its deadline is, such as ` (my_program.py, line 12)`.
+
+        Returns "" if the process does not report them.
+        """
 
     async def close(self, well: bool = False) -> None:
-        """End the episode in the background."""
+        """End the episode in the background.
+
+        Args:
+            well: true if the episode came to its end, so that its process may serve another one.
+        """
 
 
 class Player(Protocol):
-    """The player of one episode: `turns.TurnsPlayer` with environment and tools, or `program.ProgramPlayer`."""
+    """The player leads one episode: `turns.TurnsPlayer` with environment and tools, or `program.ProgramPlayer`."""
 
     messages: list[dict[str, Any]]
-    """The conversation so far, the prompt included; empty before its begin."""
+    """The conversation so far, the prompt included; empty before it begins."""
     parts: dict[str, Any]
-    """Further numbers of the user's code so far, such as `acc`."""
+    """Further values that the user's code has reported so far, by name, such as `acc`."""
 
     async def play(self, conversation: Conversation, row: dict[str, Any]) -> str:
-        """Play the episode.
+        """Lead the episode to its end.
 
         Returns:
-            The end of the episode, as in the column `ended`.
+            How the episode ended, as in the column `ended`.
 
         Raises:
             EpisodeFailed: the environment, a tool or the program failed.
         """
 
     async def place(self) -> str:
-        """Return the place of user code that is late, as a clause; "" if it is not known."""
+        """Return the file and line at which user code past its deadline is, as a clause; "" if they are not known."""
 
     async def close(self, well: bool = False) -> None:
         """End the process of the episode in the background.

@@ -1,4 +1,4 @@
-"""Environment processes: one for each open episode, so that a crash or a hang fails its own row and no other.
+"""Environment processes: one for each open episode, so that a crash or a hang fails only its own row.
 
     processes = Processes(config.agent)
     loaded = await processes.start()                              # imports the user's files once
@@ -6,15 +6,15 @@
     observation = await session.step(message, timeout_s=30)
     text = await session.call("calc", {"expression": "1+1"}, timeout_s=30)
     await session.close()
-    await processes.close()                                       # no process is left
+    await processes.close()                                       # kills all processes
 
-All calls run on one event loop. The program of the processes is `inside/main.py`.
+All calls run on one event loop. The processes run `inside/main.py`.
 
 With `agent.episodes_per_process` a process serves further episodes, if the one before ended well and left no thread,
-child, task or timer. An episode that does not begin in such a process begins again in a fresh one.
+child, task or timer. If an episode cannot begin in such a process, it begins again in a fresh one.
 
 With 512 open episodes on two cores: 2 ms to fork a process (10 ms if the user's files import torch), 0.1 ms for a step,
-half of it CPU time of the run, and 1.8 MiB of memory that a process shares with no other.
+half of it CPU time of the run, and 1.8 MiB of memory of its own for each process.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ RETRY_S = 0.2  # seconds until the next attempt to start a process that the mach
 
 
 class Processes:
-    """The environment processes of one `agent` section."""
+    """Starts and ends the environment processes for the episodes of one `agent` section."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -46,10 +46,10 @@ class Processes:
         """Ended sessions whose processes may serve another session."""
 
     async def start(self) -> LoadedCode:
-        """Import the user's files, unless it is done.
+        """Import the user's files, unless they are imported already; returns their description.
 
         Raises:
-            ValueError: the files do not load within `START_S`; the sentence names the key.
+            ValueError: the files do not load within `START_S`; the message names the key of the settings.
         """
         return (await self._started())[1]
 
@@ -78,7 +78,8 @@ class Processes:
         Args:
             row: `prompt`, `data_source`, `ground_truth` and `extra_info`, as JSON data.
             seed: seed of the environment's `reset`.
-            timeout_s: seconds for all of it; if the machine has no room for a process, the start is retried until then.
+            timeout_s: seconds for start and reset together; if the machine has no memory or descriptors left for a
+                process, the start is repeated until then.
 
         Raises:
             EpisodeFailed: the process could not be started, or the environment failed.
@@ -115,7 +116,7 @@ class Processes:
         self._free.append(session)
 
     def _used(self) -> Session | None:
-        """Return a session in a process that has served others; None if no such process is free."""
+        """Return a session in a process that has served earlier episodes; None if no such process is free."""
         while self._free:
             former = self._free.pop()
             if former.is_there:
@@ -124,7 +125,7 @@ class Processes:
         return None
 
     async def close(self) -> None:
-        """Kill all processes; environments that are closing have `CLOSE_S` to do so."""
+        """Kill all processes. Environments that are closing get `CLOSE_S` seconds to finish."""
         await asyncio.gather(*(session.closing for session in self._sessions if session.closing is not None))
         for session in [*self._sessions, *self._free]:
             session.kill()

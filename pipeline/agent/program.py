@@ -1,4 +1,4 @@
-"""Episodes that a program drives: it requests answers of the policy, and returns rewards at the end."""
+"""Episodes that a program drives: it requests turns of the policy, and returns rewards at the end."""
 
 import asyncio
 from typing import Any
@@ -24,25 +24,25 @@ class ProgramPlayer:
     def __init__(self, process: EpisodeProcess) -> None:
         self._process = process
         self.messages: list[dict[str, Any]] = []
-        """Empty while the program runs; at its end, its conversations as `forms.joined` joins them."""
+        """Empty while the program runs; afterwards its conversations, joined by `forms.joined`."""
         self.parts: dict[str, Any] = {}
         self.place, self.close = process.place, process.close
 
     async def play(self, conversation: Conversation, row: dict[str, Any]) -> str:
-        """Have the program drive the episode to its end; see `Player.play`.
+        """Run the program until it ends the episode; see `Player.play`.
 
-        Each answer gets its entry of the program's `rewards`. If the program returns a score as `reward`, the last
-        answer gets the score minus the rewards of the other answers. A program that does not catch `EpisodeOver`
+        Each turn gets its entry of the program's `rewards`. If the program returns a score as `reward`, the last turn
+        gets the score minus the rewards of the other turns. If the program does not catch `EpisodeOver`, the episode
         scores 0.
 
         Raises:
-            EpisodeFailed: the program failed, requested no answer, returned no reward although it scores the episode,
-                or returned more or fewer `rewards` than the episode has answers.
+            EpisodeFailed: the program failed, requested no turn, returned no reward although it scores the episode, or
+                returned more or fewer `rewards` than the episode has turns.
         """
         try:
             returned = await self._returned(conversation, row)
         finally:
-            # The last answer of the row is the answer to the last request.
+            # The last turn of the row is the turn of the last request.
             conversation.contexts.sort(key=lambda context: context.turn)
             if conversation.contexts:
                 self.messages = joined([context.messages for context in conversation.contexts])
@@ -51,7 +51,7 @@ class ProgramPlayer:
         return conversation.over or "done"
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
-        """Run the program with `chat` of the conversation, and return its result."""
+        """Run the program, whose requests for turns go to `chat`, and return its result."""
         return await self._process.run(row, chat)
 
     async def _returned(self, conversation: Conversation, row: dict[str, Any]) -> ProgramResult:
@@ -74,7 +74,11 @@ class ProgramPlayer:
 
 
 def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
-    """Give each answer its reward. Raises EpisodeFailed as `ProgramPlayer.play`."""
+    """Give each turn of the policy its reward from the program's result.
+
+    Raises:
+        EpisodeFailed: the policy generated no turn, or the number of `rewards` differs from the number of turns.
+    """
     if not conversation.contexts:
         raise EpisodeFailed("the program ended without an answer of the policy, so that there is nothing to train")
     answers = sorted(turn for context in conversation.contexts for turn in context.turns)
@@ -92,13 +96,13 @@ def _set_rewards(conversation: Conversation, returned: ProgramResult) -> None:
 
 
 class ClientPlayer(ProgramPlayer):
-    """A command, or a program `def run(row)`, whose client sends its requests to the endpoint.
+    """The player of a command, or of a program `def run(row)`, whose client sends its requests to the endpoint.
 
     Args:
         session: the process of the episode.
-        endpoint: server for the requests of the client.
-        sampling: `temperature`, `top_p` and `top_k` of the answers.
-        longest: most tokens of one answer.
+        endpoint: HTTP server that receives the requests of the client.
+        sampling: `temperature`, `top_p` and `top_k` of the turns.
+        longest: maximum number of tokens of one turn.
     """
 
     def __init__(self, session: Session, endpoint: Endpoint, sampling: dict[str, float], longest: int) -> None:
@@ -110,9 +114,9 @@ class ClientPlayer(ProgramPlayer):
         """Run the command or the program and return its result.
 
         Raises:
-            EpisodeOver: it failed after the endpoint refused a request because the episode is over; a client that does
-                not catch the refusal fails in this way.
-            EpisodeFailed: it failed otherwise.
+            EpisodeOver: the command or program failed after the endpoint had refused a request because the episode is
+                over; a client that does not catch the refusal fails in this way.
+            EpisodeFailed: the command or program failed otherwise.
         """
         refused: list[EpisodeOver] = []
 

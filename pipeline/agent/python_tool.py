@@ -1,8 +1,7 @@
 """A tool that runs Python code of the model: `agent.tools=[pipeline.agent.python_tool:python]`.
 
-The code runs in the sandbox of `pipeline/reward/sandbox/`, in a process of its own for each call: it has no network, it
-cannot write files of this machine, and `LIMITS` holds for it. The tool does not load if the machine cannot isolate the
-code.
+Each call runs in its own process in the sandbox of `pipeline/reward/sandbox/`: without network, without write access to
+files of this machine, and within `LIMITS`. The tool does not load if the machine cannot isolate the code.
 """
 
 from pipeline.agent import ToolError, tool

@@ -1,8 +1,8 @@
-"""The processes of episodes on hosts, as an engine uses them: the interface of `processes.py`, by calls of Ray actors.
+"""An engine's side of episode processes on hosts: the interface of `processes.py`, implemented by calls of Ray actors.
 
-The host keeps the deadlines of `Processes` and `Session`. An engine waits `MARGIN_S` longer, so that an error names a
-host that does not answer. An episode whose host died is lost (`EpisodeLost`) and begins again, on another host or on
-the same one after Ray has restarted it.
+The host enforces the deadlines of `Processes` and `Session`. An engine waits `MARGIN_S` seconds longer, so that a host
+that does not answer is named in the error. An episode whose host died is lost (`EpisodeLost`) and begins again, on
+another host or on the same one after Ray has restarted it.
 """
 
 import asyncio
@@ -31,24 +31,25 @@ RETRY_S = 0.5  # seconds between two checks of hosts that are not available
 
 
 class HostConnection:
-    """The connection of one agent of an engine to one host."""
+    """The connection of one engine, for one of its agents, to one host."""
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.name = actor, "that has not started"
         self.open = 0
         """Number of open episodes on the host."""
         self.loaded: LoadedCode | None = None
-        """The loaded user code; None while the host is not available."""
+        """Description of the user code that the host has loaded; None while the host is not available."""
         self.refused: str | None = None
-        """The error if the user's files do not load on the host."""
+        """The error message if the user's files do not load on the host, else None."""
         self.problem = ""
-        """Ray's error message if the host is unavailable."""
+        """Ray's error message if the host is unavailable, else ""."""
         self.life: asyncio.Future[None] | None = None
-        """A future that is done when the host has died or is regarded as dead; a restarted host has a new one."""
+        """A future that is done when the host has died or is regarded as dead. After a restart there is a new
+        future."""
 
 
 class RemoteProcesses:
-    """The environment processes of one agent on hosts, in place of `Processes`, whose processes are local.
+    """The environment processes of one agent on hosts; replaces `Processes`, whose processes are local.
 
     Args:
         agent: name of the agent, the same for all engines.
@@ -66,7 +67,7 @@ class RemoteProcesses:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> LoadedCode:
-        """Import the user's files on all hosts, unless it is done.
+        """Have the hosts import the user's files, unless they have; returns their description.
 
         Raises:
             ValueError: the files do not load on one of the hosts.
@@ -90,7 +91,7 @@ class RemoteProcesses:
         )
 
     async def _tend(self, link: HostConnection) -> None:
-        """Keep a host ready: it may die and be restarted."""
+        """Load the user's files on a host, wait for its death, and repeat when Ray has restarted the host."""
         while True:
             try:
                 link.name, loaded = await link.actor.start.remote(self._agent, self._config)
@@ -109,10 +110,10 @@ class RemoteProcesses:
             await asyncio.sleep(RETRY_S)
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> "RemoteSession":
-        """Begin an episode on the host with the fewest episodes of this engine; see `Processes.open`.
+        """Begin an episode on the host with the fewest open episodes of this engine; see `Processes.open`.
 
         Raises:
-            EpisodeFailed: no host is available in time, or as `Processes.open`.
+            EpisodeFailed: no host is available in time, or `Processes.open` raised it on the host.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
@@ -139,11 +140,11 @@ class RemoteProcesses:
 
 
 class RemoteSession:
-    """One episode on a host, in place of a local `Session`; its methods raise the errors of `Session`'s."""
+    """One episode on a host; replaces a local `Session`, and its methods raise the same errors."""
 
     def __init__(self, link: HostConnection, key: EpisodeKey, closing: set[asyncio.Task[None]]) -> None:
         self.opened: Content = None
-        """The content that the environment's `reset` returned."""
+        """Content that the environment's `reset` returned."""
         self._link, self._key, self._closing, self._life = link, key, closing, link.life
         self._closed = False
         link.open += 1
@@ -178,7 +179,8 @@ class RemoteSession:
             raise failed.error from None
 
     async def place(self) -> str:
-        """See `Session.place`; names a host that does not answer."""
+        """Return the file and line at which the process is; see `Session.place`. If the host fails, the text says
+        so."""
         try:
             return await self._ask("place", PLACE_S)
         except EpisodeFailed as failed:
@@ -199,7 +201,13 @@ class RemoteSession:
             await self._ask("close", CLOSE_S, well)
 
     async def _ask(self, do: str, seconds: float | None, *arguments: Any) -> Any:
-        """Send the host a request and return its answer; the host takes at most `seconds`, or any time if None."""
+        """Call a method of the host for this episode and return the result.
+
+        Args:
+            do: name of the method.
+            seconds: deadline that the host keeps; the call waits `MARGIN_S` longer. None waits without a limit.
+            arguments: arguments of the method after the key of the episode.
+        """
         limit = None if seconds is None else seconds + MARGIN_S
         try:
             async with asyncio.timeout(limit):

@@ -1,4 +1,4 @@
-"""Hosts: Ray actors that hold the processes of episodes on other nodes than the engines' (`agent.hosts`).
+"""Hosts: Ray actors that run the processes of episodes on other nodes than the engines' (`agent.hosts`).
 
     engine: RemoteProcesses ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode
 
@@ -31,24 +31,25 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 100_000  # calls that a host works on at once; each open episode has one or two
 EpisodeKey = tuple[str, int]
-"""Key of an episode: the id that its engine has given itself, and a number."""
+"""Key of an episode: (id of the engine, number of the episode in the engine)."""
 CallResult = tuple[Any, Exception | None]
-"""The result of a call, or its error. If a call raised the error itself, Ray would wrap it in an error of its own."""
+"""The result of a call as (value, None), or (None, error). The error is returned because Ray would wrap a raised one in
+an error of its own."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of a run, for its engines."""
+    """The hosts of a run: their Ray actors, and how long an engine waits for them."""
 
     actors: tuple[Any, ...] = ()
     fewest: int = 0
-    """Fewest hosts that must have started before an engine begins."""
+    """Minimum number of hosts that must have started before an engine begins."""
     start_s: float = 0.0
-    """Longest wait for the start of the fewest hosts, in seconds."""
+    """Maximum number of seconds to wait for the start of that many hosts."""
 
     @classmethod
     def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":
-        """Request `agent.hosts` hosts from Ray, without waiting for them; without that key, start none."""
+        """Request `agent.hosts` hosts from Ray, without waiting for them. If `agent.hosts` is 0, start none."""
         import ray
 
         options: dict[str, Any] = {"num_cpus": agent.host_cpus, "label_selector": trainer.placed("agent")}
@@ -64,7 +65,7 @@ class Hosts:
         return cls(actors, agent.fewest_hosts, trainer.deadlines.engine_start)
 
     def end(self) -> None:
-        """Kill the hosts, and with them all their processes."""
+        """Kill the hosts and with them the processes of all episodes."""
         for actor in self.actors:
             # A dry run has no hosts, and does without the import.
             import ray
@@ -73,11 +74,11 @@ class Hosts:
 
 
 BESIDE_ENGINES = Hosts()
-"""The hosts of a run without `agent.hosts`: none. Each engine holds the processes of its episodes."""
+"""The empty set of hosts, for a run without `agent.hosts`: each engine starts the processes of its episodes itself."""
 
 
 class HostedEpisode:
-    """An episode on a host."""
+    """The state of one episode on a host: session, running request, and queue of the program's questions."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
@@ -87,18 +88,18 @@ class HostedEpisode:
         self._room = asyncio.Semaphore(MAX_CHATS)  # for questions that the engine has not fetched
 
     def begin(self, request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a request of the engine, which `stop` ends."""
+        """Start a request of the engine as a task, which `stop` cancels."""
         self._request = asyncio.create_task(request)
         return self._request
 
     async def stop(self) -> None:
-        """End the running request: the engine no longer waits for it."""
+        """Cancel the running request, for which the engine no longer waits."""
         if self._request is not None:
             self._request.cancel()
             await asyncio.wait([self._request])
 
     def run(self, row: dict[str, Any]) -> None:
-        """Start the program."""
+        """Start the program of the episode with the fields of `row`; `next` returns its questions and its result."""
 
         def asked(send: Send) -> AbstractAsyncContextManager[HostedEpisode]:
             self.send = send
@@ -111,12 +112,12 @@ class HostedEpisode:
         self.begin(run(self.session))
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """Keep a question of the program until the engine fetches it; see `FrameReceiver`."""
+        """Queue a question of the program until the engine fetches it; see `FrameReceiver`."""
         await self._room.acquire()
         self._program.put_nowait((frame, None))
 
     async def next(self) -> CallResult:
-        """Return the next question of the program, a frame, or the program's result."""
+        """Wait for the next question of the program, a frame (dict), or at the end for the program's result."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
             self._room.release()
@@ -124,7 +125,7 @@ class HostedEpisode:
 
 
 async def outcome(request: Awaitable[Any]) -> CallResult:
-    """Wait for a request; returns its result, or the error of the episode that it raised."""
+    """Await a request. Returns (result, None), or (None, error) if the request raised an error of an episode."""
     try:
         return await request, None
     except (EpisodeFailed, EpisodeOver, PolicyMistake) as error:
@@ -134,7 +135,11 @@ async def outcome(request: Awaitable[Any]) -> CallResult:
 
 
 class Host:
-    """The Ray actor. Methods on an episode return a `CallResult`, with `EpisodeLost` if the host does not know it."""
+    """A host as a Ray actor.
+
+    Methods on an episode return a `CallResult`, with `EpisodeLost` as the error if the host does not know the episode,
+    since it was restarted.
+    """
 
     def __init__(self) -> None:
         # Each episode takes a descriptor, and a host may have the episodes of many engines.
@@ -145,7 +150,7 @@ class Host:
         self._held: dict[EpisodeKey, HostedEpisode] = {}
 
     async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, LoadedCode | str]:
-        """Load the files of an agent; returns the host's name, and the loaded user code or the error."""
+        """Load the files of an agent. Returns the host's name, and the loaded user code or an error message."""
         processes = self._processes.setdefault(agent, Processes(config))
         try:
             return self.name, await processes.start()
@@ -153,15 +158,16 @@ class Host:
             return self.name, str(refused)
 
     async def hold(self) -> None:
-        """Wait forever, so that an engine learns of this host's death by this call."""
+        """Wait forever: the engine that awaits this call gets an error when the host dies."""
         await asyncio.Event().wait()
 
     async def watch(self, engine: str, life: "list[ObjectRef]") -> None:
-        """End the episodes of an engine when it has died.
+        """Wait until an engine has died, then end its episodes.
 
         Args:
             engine: id of the engine.
-            life: result of the engine's call of `hold`. The engine owns it, so that Ray raises `OwnerDiedError` here.
+            life: the engine's call of `hold`, as a list of one reference. The engine owns it, so Ray raises
+                `OwnerDiedError` here when the engine dies.
         """
         from ray.exceptions import RayError
 
@@ -173,7 +179,10 @@ class Host:
     async def open(
         self, key: EpisodeKey, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float
     ) -> CallResult:
-        """Begin an episode; the outcome is the content that the environment's `reset` returned (`Processes.open`)."""
+        """Begin an episode; the value of the result is the content that the environment's `reset` returned.
+
+        See `Processes.open`.
+        """
         processes = self._processes.get(agent)
         if processes is None:
             return None, self._unknown()
@@ -214,7 +223,7 @@ class Host:
         return (None, self._unknown()) if held is None else await held.next()
 
     async def answer(self, key: EpisodeKey, frame: dict[str, Any]) -> CallResult:
-        """Send the program the answer to its question."""
+        """Send the program the answer to its question, as a frame."""
         held = self._held.get(key)
         if held is not None and held.send is not None:
             # If the process has ended, its request reports how.
@@ -223,7 +232,7 @@ class Host:
         return None, None
 
     async def place(self, key: EpisodeKey) -> CallResult:
-        """Return the place of the process; see `Session.place`."""
+        """Cancel the running request, and return the file and line at which the process is; see `Session.place`."""
         held = self._held.get(key)
         if held is None or held.session is None:
             return "", None

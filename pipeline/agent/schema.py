@@ -1,4 +1,4 @@
-"""The schema of a function, for programs that show the policy tools of their own."""
+"""`schema_of`: makes the JSON schema of a function, for programs that show the policy tools of their own."""
 
 from pipeline.agent.inside.schema import schema_of
 

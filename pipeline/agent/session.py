@@ -1,4 +1,5 @@
-"""One episode on the run's side: requests to its process (`inside/main.py`), and the handling of failures."""
+"""Handle of one episode in the run: sends requests to the process (`inside/main.py`), and turns failures into
+errors."""
 
 import asyncio
 import copy
@@ -22,25 +23,25 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0  # seconds in which an environment's `close` must be done
 EXIT_S = 3.0  # seconds until the zygote reports a process whose connection has ended
 PLACE_S = 2.0
-"""Seconds in which a late process must report its place."""
+"""Seconds in which a process past its deadline must report the file and line at which it is."""
 PLACE = 300
-"""Most characters of that report."""
+"""Maximum length of that report, in characters."""
 _READ = 1 << 16
 Asking = Callable[[Send], AbstractAsyncContextManager[FrameReceiver]]
 
 
 class Session:
-    """One episode: the handle of its process. The process answers requests one after the other.
+    """One episode: the handle of its process, which handles one request after the other.
 
     Args:
         zygote: handle of the zygote, which starts the process.
         number: number of the process.
         loaded: the loaded user code.
-        further: episodes that the process may serve after this one.
+        further: number of episodes that the process may serve after this one.
         keep: function that takes the session when it has ended and its process may serve another one.
 
     Raises:
-        OSError: (when made) no descriptor is left for its connection.
+        OSError: (when made) no descriptor is left for the connection.
         ZygoteLost: (when made) the zygote has ended.
     """
 
@@ -48,9 +49,9 @@ class Session:
         self, zygote: ZygoteHandle, number: int, loaded: LoadedCode, further: int, keep: Callable[["Session"], None]
     ) -> None:
         self.opened: Content = None
-        """The content that the environment's `reset` returned."""
+        """Content that the environment's `reset` returned."""
         self.found_room = True
-        """False if the machine is known to have had no room for the process."""
+        """False if the process could not be started because the operating system had no resources left for it."""
         self.closing: asyncio.Task[None] | None = None
         """The task that ends the episode; None before `close`."""
         self.fresh = True
@@ -60,9 +61,9 @@ class Session:
         self._number = number
         self._loaded = loaded
         self._schemas = {schema["function"]["name"]: schema for schema in loaded.tools}
-        self._failed: str | None = None  # reason if it answers no further requests
+        self._failed: str | None = None  # reason if the session takes no further requests
         self._dead = False
-        self._torn = 0  # frames that were not sent to their end
+        self._torn = 0  # number of frames of which only a part was sent
         self._asking = asyncio.Lock()
         self._ids = itertools.count()
         self._inbox = bytearray()
@@ -81,10 +82,10 @@ class Session:
         self.opened = self._checked(lambda: checked_content(reply.get("opened"), "reset"))
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
-        """Return the environment's answer to a message.
+        """Send the environment a message of the policy and return the observation.
 
         Raises:
-            EpisodeFailed: the environment raised, ended, was late, or returned a malformed observation.
+            EpisodeFailed: the environment raised, ended, missed its deadline, or returned a malformed observation.
         """
         reply = await self._ask("step", "step", timeout_s, message=as_fields(message))
         reply.pop("id")
@@ -95,7 +96,7 @@ class Session:
 
         Raises:
             PolicyMistake: the tool does not exist, the arguments do not fit, or the tool raised `ToolError`.
-            EpisodeFailed: the tool raised anything else, ended the process, or was late.
+            EpisodeFailed: the tool raised anything else, ended the process, or missed its deadline.
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
@@ -114,7 +115,7 @@ class Session:
 
         Args:
             row: row of the episode, as in `Processes.open`.
-            chat: function that gives the answers for the program. Its exceptions other than `EpisodeOver` propagate.
+            chat: function that generates the turns for the program. Its exceptions other than `EpisodeOver` propagate.
 
         Raises:
             EpisodeOver: the program did not catch it.
@@ -126,7 +127,12 @@ class Session:
             raise failed.error from None
 
     async def drive(self, row: dict[str, Any], asked: Asking) -> ProgramResult:
-        """Run the program as `run` does; `asked` makes the receiver of the program's questions."""
+        """Run the program like `run`, but with another receiver of the questions (frames) that the program sends.
+
+        Args:
+            row: row of the episode, as in `Processes.open`.
+            asked: function that makes the receiver; it gets the function that sends the program a frame.
+        """
         reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))
@@ -153,11 +159,15 @@ class Session:
         return self._returned(reply)
 
     async def place(self) -> str:
-        """Return the place of the late process, such as ` (my_program.py, line 12)`; "" if it does not report one."""
+        """Return the file and line at which a process past its deadline is, such as ` (my_program.py, line 12)`.
+
+        Returns "" if the process does not report them.
+        """
         return "" if self._dead else await self._place()
 
     async def close(self, well: bool = False) -> None:
-        """End the episode in the background: the environment's `close` has `CLOSE_S`, then its process is killed.
+        """End the episode in the background: the environment's `close` gets `CLOSE_S` seconds, then its process is
+        killed.
 
         Args:
             well: true if the episode came to its end, so that its process may serve another one.
@@ -167,11 +177,11 @@ class Session:
 
     @property
     def is_there(self) -> bool:
-        """False if the process is known to have ended."""
+        """True unless the process is known to have ended."""
         return not self._ended.done()
 
     def following(self) -> "Session":
-        """Return a session for another episode in the process of this one, which has ended well."""
+        """Return a session for another episode in the process of this session, which has ended well."""
         session = copy.copy(self)
         session.opened, session.closing, session._failed, session._asking = None, None, None, asyncio.Lock()
         session.fresh, session._further = False, self._further - 1
@@ -179,7 +189,7 @@ class Session:
         return session
 
     def when_ended(self, tell: Callable[["Session"], None]) -> None:
-        """Call `tell` when the process has ended."""
+        """Call `tell` with the session when the process has ended."""
         self._ended.add_done_callback(lambda _: tell(self))
 
     def kill(self) -> None:
@@ -216,18 +226,18 @@ class Session:
     async def _ask(
         self, do: str, what: str, timeout_s: float | None, asked: Asking | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Send a request and return its answer.
+        """Send a request to the process and return the reply.
 
         Args:
             do: name of the request.
             what: name of the request in errors.
-            timeout_s: seconds until the answer must arrive; None leaves the limit to the caller.
-            asked: function that makes the receiver of the process's questions in the meantime.
+            timeout_s: seconds until the reply must arrive; None leaves the limit to the caller.
+            asked: function that makes the receiver of the questions that the process sends before its reply.
             fields: further fields of the request.
 
         Raises:
-            EpisodeFailed: the process answered with an error, was late, ended or broke the protocol; the session is
-                over.
+            EpisodeFailed: the process replied with an error, missed the deadline, ended or broke the protocol. The
+                session takes no further requests.
         """
         async with self._asking:
             if self._failed is not None:
@@ -258,18 +268,19 @@ class Session:
         return kind(words)
 
     def _checked(self, make: Callable[[], Any]) -> Any:
-        """Check the answer of the process once more: its code is the user's."""
+        """Return `make()`, which checks a reply of the process once more, since the user's code could have changed
+        it."""
         try:
             return make()
         except (ValueError, TypeError) as error:
             raise self._fail(f"ValueError: {error}") from None
 
     async def _exchange(self, number: int, request: dict[str, Any], asked: Asking | None = None) -> dict[str, Any]:
-        """Send a request and read its answer; answers to cancelled requests are skipped.
+        """Send a request and read its reply; replies to earlier, cancelled requests are skipped.
 
         Raises:
             EOFError, OSError: the connection ended.
-            ValueError: the request or the answer is not a frame.
+            ValueError: the request or the reply is not a frame.
         """
         await self._send({"id": number, **request})
         if asked is None:
@@ -313,7 +324,7 @@ class Session:
             await asyncio.sleep(0)
 
     async def _place(self) -> str:
-        """Return the place of the late process; "" if it does not report one."""
+        """Return the file and line that the process past its deadline reports; "" if it reports none."""
         self._zygote.signal(self._number, "late")
         try:
             async with asyncio.timeout(PLACE_S):
@@ -325,7 +336,7 @@ class Session:
             return ""
 
     async def _how(self) -> tuple[str, type[EpisodeFailed]]:
-        """Describe how the process of a closed connection ended; also returns the class of the error."""
+        """Describe how the process of a closed connection ended. Returns (text, class of the error to raise)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_S):
                 end = await asyncio.shield(self._ended)

@@ -1,7 +1,8 @@
-"""Episodes in turns: the policy answers, an environment, tools, or both reply.
+"""Episodes in turns: the policy generates a turn, then an environment or tools reply.
 
-Calls of an answer go to the tools. An answer without calls goes to the environment, and ends the episode if there is
-none. The model reads its mistakes (`Reply.messages`); a failure of the environment raises `EpisodeFailed`.
+Tool calls of a turn go to the tools. A turn without calls goes to the environment; if there is none, such a turn ends
+the episode. The model reads about its mistakes in `Reply.messages`; a failure of the environment raises
+`EpisodeFailed`.
 """
 
 import json
@@ -19,16 +20,16 @@ from pipeline.config.agent import AgentConfig
 
 @dataclass
 class Reply:
-    """The reply to an answer."""
+    """The reply of environment or tools to a turn of the policy."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The next messages that the model reads."""
+    """The messages that the model reads next."""
     ended: str = ""
-    """The end of the episode, as in the column `ended`; empty if it goes on."""
+    """How the episode ended, as in the column `ended`; "" if it goes on."""
     reward: float | None = None
-    """Reward of the answer."""
+    """Reward of the turn; None if there is none."""
     trains: bool = True
-    """False to mask the answer out of the training."""
+    """False to leave the tokens of the turn out of the loss."""
 
 
 class TurnsPlayer:
@@ -37,7 +38,8 @@ class TurnsPlayer:
     Args:
         config: the section `agent`.
         process: the process of the episode's environment and tools; None if there are none.
-        tools: names of the tools that the model may call, with the seconds of one call or None.
+        tools: names of the tools that the model may call, each with the seconds that a call may take; None takes
+            `agent.step_timeout_s`.
         environment: true if the episode has an environment.
     """
 
@@ -73,7 +75,7 @@ class TurnsPlayer:
             self.messages = context.messages
 
     async def place(self) -> str:
-        """Return "": each request to the process has a deadline of its own, which names the place."""
+        """Return "": the deadline of each single request to the process already names the file and line."""
         return ""
 
     async def close(self, well: bool = False) -> None:
@@ -82,7 +84,12 @@ class TurnsPlayer:
             await self._process.close(well)
 
     async def _reply(self, conversation: Conversation, answer: Answer, last: bool) -> Reply:
-        """Reply to an answer; with `last`, no further answer may follow, and calls are not made.
+        """Reply to a turn of the policy.
+
+        Args:
+            conversation: the conversation, whose counts of mistakes and calls grow.
+            answer: the turn.
+            last: true if no further turn may follow; its tool calls are then not made.
 
         Raises:
             EpisodeFailed: the environment or a tool failed.
@@ -117,7 +124,7 @@ class TurnsPlayer:
         return Reply(content or [], "done" if observation.done else "", observation.reward)
 
     async def _call(self, conversation: Conversation, call: Call, number: int) -> dict[str, Any]:
-        """Make a call of an answer, its `number`th; returns the message with its result."""
+        """Make the tool call `number` (from 0) of a turn; returns the tool's message."""
         text = await self._result(conversation, call, number)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 

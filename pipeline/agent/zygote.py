@@ -1,4 +1,4 @@
-"""The run's side of the zygote, the process that environment processes are forked from (`inside/main.py`)."""
+"""The run's handle of the zygote, the process from which environment processes are forked (`inside/main.py`)."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from pipeline.config.agent import AgentConfig
 
 START_S = 120.0  # seconds in which the user's files must be imported
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
-"""Environment variables that environment processes get from the run."""
+"""Environment variables that environment processes inherit from the run."""
 _PACKAGE = Path(__file__).parent.parent
 _MAX_LINE = 1000  # bytes of the last line on standard error
 _READ = 1 << 16
@@ -34,29 +34,29 @@ class LoadedCode:
     """A description of the loaded user code."""
 
     tools: list[dict[str, Any]]
-    """Schemas of the tools."""
+    """JSON schemas of the tools, in OpenAI's form."""
     timeouts: dict[str, float | None]
-    """Seconds of one call by tool; None takes `agent.step_timeout_s`."""
+    """Maximum seconds of one call, by name of the tool; None takes `agent.step_timeout_s`."""
     environment: bool
     """True if the settings name an environment."""
     closes: bool
-    """True if an episode must be closed at its end."""
+    """True if the user code has something to close at the end of an episode."""
     forks: bool
-    """True if processes are forked; otherwise each episode starts a fresh interpreter."""
+    """True if processes are forked; false if each episode starts a fresh interpreter."""
     client: bool = False
     """True if the program has a client of its own (`Code.client`)."""
     note: str = ""
-    """A sentence for the author of the user's files; empty if there is none."""
+    """A notice for the author of the user's files; "" if there is none."""
 
 
 class ProcessEnd(NamedTuple):
-    """The end of an episode's process."""
+    """How the process of an episode ended; `words` describes it."""
 
     words: str
     started: bool = True
-    """False if the machine had no room for the process."""
+    """False if the process was not started because the operating system had no resources left for it."""
     lost: bool = False
-    """True if the zygote ended, and all processes of episodes with it."""
+    """True if the zygote ended, and with it the processes of all episodes."""
 
 
 class ZygoteLost(Exception):
@@ -64,7 +64,7 @@ class ZygoteLost(Exception):
 
 
 class ZygoteHandle:
-    """The handle of a keeper, its zygote, and the processes of their episodes.
+    """The handle of a keeper process, its zygote, and the episode processes that the zygote forks.
 
     Raises:
         ValueError: (when made) the interpreter does not start.
@@ -81,7 +81,7 @@ class ZygoteHandle:
         self._inbox = bytearray()
         self._mourning: asyncio.Task[None] | None = None
         self.lost: str | None = None
-        """The way in which the zygote ended; None while it serves."""
+        """How the zygote ended; None while it runs."""
         # The file records errors that occur before the user's files are imported.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, control = socket.socketpair()
@@ -115,7 +115,7 @@ class ZygoteHandle:
         """Wait until the user's files are imported; returns their description.
 
         Raises:
-            ValueError: the files do not load; the sentence names the key.
+            ValueError: the files do not load; the message names the key of the settings.
         """
         try:
             async with asyncio.timeout(self._start_s):
@@ -134,16 +134,20 @@ class ZygoteHandle:
         return LoadedCode(**first)
 
     def _last_line(self) -> str:
-        """Return a clause with the last line on standard error; empty if there is none."""
+        """Return the last line on standard error as a clause; "" if there is none."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _MAX_LINE))
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
     def open(self, number: int, connection: socket.socket) -> asyncio.Future[ProcessEnd]:
-        """Start the process of an episode; `connection` is its end of the connection, which is closed here.
+        """Start the process of an episode.
+
+        Args:
+            number: number of the process.
+            connection: the process's end of the connection, which is closed here once it is sent.
 
         Returns:
-            A future of the process's end.
+            A future that gets a `ProcessEnd` when the process has ended.
 
         Raises:
             ZygoteLost: the zygote has ended.
@@ -156,12 +160,17 @@ class ZygoteHandle:
         return ended
 
     def signal(self, number: int, kind: str) -> None:
-        """Send the process of an episode a signal, `kill` or `late`, unless the process has ended."""
+        """Signal the process of an episode, unless it has ended.
+
+        Args:
+            number: number of the process.
+            kind: `kill`, or `late` to make the process report the file and line at which it is.
+        """
         if self.lost is None and number in self._ended:
             self._send({"number": number, "signal": kind})
 
     async def close(self) -> None:
-        """Kill all processes."""
+        """Kill the zygote and all episode processes."""
         self._lose("the run ended it")
         self._life.close()
         try:
@@ -178,7 +187,7 @@ class ZygoteHandle:
             self._flush()
 
     def _flush(self) -> None:
-        """Send as much as the zygote takes now, and the rest later."""
+        """Send as much of the queued commands as the zygote's socket takes now, and the rest when it is writable."""
         while self._outbox:
             frame, connection = self._outbox[0]
             try:
@@ -199,7 +208,7 @@ class ZygoteHandle:
         self._loop.remove_writer(self._control)
 
     def _receive(self) -> None:
-        """Read reports of the zygote."""
+        """Read the reports that the zygote has sent."""
         try:
             data = self._control.recv(_READ)
         except BlockingIOError:
@@ -219,7 +228,7 @@ class ZygoteHandle:
             self._lose(f"the process that starts those of episodes sent {error}")
 
     def _take_in(self) -> None:
-        """Handle the events in the inbox.
+        """Handle the complete events in the inbox.
 
         Raises:
             ValueError: something in the inbox is not a frame.
@@ -245,14 +254,14 @@ class ZygoteHandle:
             ended.set_result(ProcessEnd(words, started))
 
     async def _mourn(self) -> None:
-        """Wait for the end of the zygote, which closed its connection, and report how it ended."""
+        """Wait for the end of the zygote, after its connection has closed, and record how it ended."""
         how = "closed its connection"
         with suppress(subprocess.TimeoutExpired):
             how = f"ended with {_code(await asyncio.to_thread(self._process.wait, END_S))}"
         self._lose(f"the process that starts those of episodes {how}")
 
     def _lose(self, how: str) -> None:
-        """Record how the zygote ended: all its episodes have failed."""
+        """Record that the zygote has ended, as `how` describes, and end all its episodes with that text."""
         if self.lost is not None:
             return
         self.lost = how
@@ -274,7 +283,7 @@ class ZygoteHandle:
 
 
 def _settings(config: AgentConfig) -> dict[str, Any]:
-    """Make the settings of an environment process (`main.START`)."""
+    """Make the settings that an environment process reads at its start (`main.START`)."""
     return {
         "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
         "package": str(_PACKAGE),
@@ -292,7 +301,7 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
 
 
 def _variables(chosen: dict[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Choose the environment variables of environment processes."""
+    """Choose the environment variables of environment processes: some of the run's, then the `chosen` ones."""
     variables = {name: inherited[name] for name in INHERITED if name in inherited}
     # Hundreds of processes share the cores, and libraries whose import starts threads cannot be forked.
     return {**variables, "OMP_NUM_THREADS": "1", **chosen}

@@ -7,18 +7,20 @@ from typing import Any
 from pipeline.config.bounds import setting
 
 CODE = ("environment", "kwargs", "tools", "program", "command")
-"""Keys of the user's code. An agent that sets one of them takes none of them from the section `agent`."""
+"""Keys that name the user's code. A named agent that sets one of these five keys inherits none of the five from the
+section `agent`."""
 TOOL_AGENT, SINGLE_TURN = "tool_agent", "single_turn_agent"
-"""Names of agents in verl's files: the section `agent` itself, and a single answer."""
+"""Agent names that verl's data files use: `tool_agent` is the agent of the section `agent`; `single_turn_agent`
+generates one response and calls no tools."""
 
 
 @dataclass
 class AgentConfig:
-    """Episodes of several turns: the policy answers, an environment or tools reply, until the episode ends."""
+    """Multi-turn episodes: the policy generates a turn, then an environment or tools reply, until the episode ends."""
 
     environment: str | None = setting(None, path="code")
-    """Environment that replies to answers: a class, `my_game:HigherLower` or `/code/my_game.py:HigherLower`, or a
-    server, `openenv:ws://localhost:8000`."""
+    """Environment that replies to the policy's turns: a class, `my_game:HigherLower` or
+    `/code/my_game.py:HigherLower`, or a server, `openenv:ws://localhost:8000`."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor. An OpenEnv server takes `observation_field`, `action_field`
@@ -33,19 +35,22 @@ class AgentConfig:
     `def run(row)` by an OpenAI or Anthropic client."""
 
     command: list[str] = setting([], path="command")
-    """Program that runs a whole episode with an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` means
-    `agent.python`. The row is in the file SLIPSTREAM_ROW. The last printed line must be `{"reward": 1.0}`, or
-    `{"rewards": [0.5, 0.5]}` with one reward per answer."""
+    """Command that runs a whole episode with an OpenAI or Anthropic client, as a list of words,
+    `[python, my_agent.py]`. `python` stands for the interpreter `agent.python`. The environment variable SLIPSTREAM_ROW
+    holds the path of a file with the row. The last line that the command prints must be `{"reward": 1.0}`, or
+    `{"rewards": [0.5, 0.5]}` with one reward per turn."""
 
     max_contexts: int = setting(1, at_least=1)
-    """Most conversations of one episode, each a sequence of tokens. Only a program or a command can begin several."""
+    """Maximum number of conversations in one episode; each is one token sequence. Only `agent.program` and
+    `agent.command` can begin more than one."""
 
     context: str = setting("keep", choices=("keep", "rerender"))
-    """Earlier answers in the prompt of a later turn: `keep` them as sampled, or `rerender` them with the chat template,
-    which leaves out thinking, for example. A turn for which that differs begins a new sequence of the row."""
+    """Form of earlier turns in the prompt of a later turn. `keep`: the tokens as sampled. `rerender`: the chat
+    template renders them again, and leaves out thinking, for example; if that changes their tokens, the later turn
+    begins a new sequence of the row."""
 
     python: str | None = setting(None, path="program")
-    """Python interpreter of environment processes. Null takes the run's."""
+    """Path of the Python interpreter of environment processes. Null: the interpreter of the run."""
 
     isolation: str = setting("none", choices=("none", "namespaces"))
     """Isolation of environment processes. `none`: they can do everything that the run can. `namespaces` (of Linux):
@@ -57,83 +62,88 @@ class AgentConfig:
     `VIRTUAL_ENV` of the run."""
 
     max_turns: int = setting(8, at_least=1)
-    """Most answers of the policy in one episode."""
+    """Maximum number of turns that the policy generates in one episode."""
 
     max_turn_tokens: int = setting(0, at_least=0)
-    """Most tokens of one answer. 0: only `data.max_response_length` limits it."""
+    """Maximum number of tokens in one turn of the policy. 0: only `data.max_response_length` limits a turn."""
 
     max_observation_tokens: int = setting(1024, at_least=8)
-    """Most tokens of the content of one reply. A longer one is cut in the middle, with a mark."""
+    """Maximum number of tokens in one reply of an environment or a tool, without the chat template's tokens. A longer
+    reply is cut in the middle, and a mark shows the cut."""
 
     observation_role: str = setting("user", choices=("user", "tool"))
-    """Role of replies that an environment gives as text."""
+    """Chat role of an environment's reply, if the environment returns text instead of a message."""
 
     parser: str = "auto"
-    """Tool parser, by vLLM's name. `auto` takes the first one that reads calls as the model's chat template writes
-    them; `none` finds no calls."""
+    """Name of vLLM's tool parser, which finds tool calls in the model's text. `auto` takes the first parser that can
+    read calls in the form of the model's chat template; `none` finds no calls."""
 
     reasoning_parser: str = "none"
-    """Reasoning parser, by vLLM's name. `none` leaves reasoning in the text."""
+    """Name of vLLM's reasoning parser, which separates reasoning from the text. `none` leaves reasoning in the text."""
 
     max_parallel_calls: int = setting(8, at_least=1)
-    """Most tool calls of one answer. For each call beyond, the model reads an error."""
+    """Maximum number of tool calls in one turn. Each further call is not run, and the model reads an error for it."""
 
     on_malformed: str = setting("retry", choices=("retry", "end", "mask"))
     """Reaction to a tool call that cannot be read. `retry`: the model reads the error and may call again; `end`: the
-    episode ends; `mask`: like `retry`, but the answer is not trained on."""
+    episode ends; `mask`: like `retry`, but the turn with the call is not trained on."""
 
     reset_timeout_s: float = setting(60.0, above=0)
-    """Time limit of an environment's `reset`, in seconds. After it the row is an error."""
+    """Time limit of an environment's `reset`, in seconds. If it is exceeded, the row is an error."""
 
     step_timeout_s: float = setting(30.0, above=0)
-    """Time limit of a reply of an environment or a tool, in seconds. After it the row is an error."""
+    """Time limit of one reply of an environment or a tool, in seconds. If it is exceeded, the row is an error."""
 
     episode_timeout_s: float = setting(600.0, above=0)
-    """Time limit of one episode, in seconds. After it `on_timeout` applies."""
+    """Time limit of one episode, in seconds. If it is exceeded, `on_timeout` applies."""
 
     max_episodes: int = setting(4096, at_least=1)
-    """Most episodes that one engine runs at the same time, each in its own process; others wait. With a `command` that
-    imports large packages, the machine's memory is the limit."""
+    """Maximum number of episodes that one engine runs at the same time, each in its own process; others wait. A
+    `command` that imports large packages may fill the machine's memory before that."""
 
     episodes_per_process: int = setting(1, at_least=1)
-    """Most consecutive episodes of one process ([multi_turn.md](multi_turn.md#where-your-code-runs)). 1: each episode
-    has a fresh process."""
+    """Maximum number of episodes that one process runs, one after the other
+    ([multi_turn.md](multi_turn.md#where-your-code-runs)). 1: each episode has a fresh process."""
 
     on_timeout: str = setting("error", choices=("error", "score"))
     """Result of an episode that exceeds `episode_timeout_s`: `error` makes the row an error, `score` ends the episode
     with the rewards so far."""
 
     same_seed_in_group: bool = True
-    """Give all episodes of a prompt's group the same seed, so they are the same task."""
+    """Give all episodes of one prompt (a group) the same environment seed, so all of them have the same task."""
 
     reward: str | None = setting(None, choices=("environment", "function", "sum", None))
-    """Score of a row: `environment` (rewards of the environment or program), `function` (the reward function), or their
-    `sum`. Null takes `environment` if there is an environment, a program or a command, else `function`."""
+    """Source of a row's score: `environment` (rewards of the environment, program or command), `function` (the reward
+    function), or their `sum`. Null takes `environment` if there is an environment, a program or a command, else
+    `function`."""
 
     hosts: int = setting(0, at_least=0)
-    """Hosts: Ray actors on any node that hold the episodes' processes
-    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)). 0: each engine holds its own."""
+    """Number of hosts: Ray actors, on any node, whose child processes run the episodes
+    ([multi_turn.md](multi_turn.md#environments-on-other-nodes)). 0: episodes run in child processes of the engines."""
 
     min_hosts: int | None = setting(None, at_least=1)
-    """Fewest hosts with which the run begins; the others join later. Null takes `hosts`."""
+    """Minimum number of hosts with which the run begins; the others join later. Null takes `hosts`."""
 
     host_cpus: float = setting(1.0, at_least=0)
-    """Ray CPUs of a host, for all its episodes."""
+    """Ray CPUs of one host, for all of its episodes together."""
 
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Named agents: `agent.named.NAME.KEY=value`, with the keys of this section. The column `agent_name` of a row
-    chooses one. A missing key has this section's value; but a name that sets one of `environment`, `kwargs`, `tools`,
-    `program` and `command` takes none of these five from the section."""
+    chooses the agent. A key that a named agent does not set has the value in this section, except: an agent that sets
+    one of `environment`, `kwargs`, `tools`, `program` and `command` inherits none of these five."""
 
     def agents(self) -> "dict[str | None, AgentConfig]":
-        """Return the settings of each agent by the name in rows; None: rows without a name."""
+        """Return the settings of each agent, by `agent_name` of its rows; None is the key for rows without a name.
+
+        In addition to `declared`, these are verl's `tool_agent` and `single_turn_agent`.
+        """
         declared = self.declared()
         limits = {"episode_timeout_s": self.episode_timeout_s, "on_timeout": self.on_timeout}
         plain = AgentConfig(reasoning_parser=self.reasoning_parser, **limits)  # type: ignore[arg-type]
         return {TOOL_AGENT: declared[None], SINGLE_TURN: plain, **declared}
 
     def declared(self) -> "dict[str | None, AgentConfig]":
-        """Return the settings of the agents in the config: this section (None) and `named`."""
+        """Return the settings of the agents in the config by name: this section (key None) and each of `named`."""
         return {None: replace(self, named={}), **{name: self._overlaid(name) for name in self.named}}
 
     def _overlaid(self, name: str) -> "AgentConfig":
@@ -142,27 +152,31 @@ class AgentConfig:
         return replace(self, **{**own, **self.named[name], "named": {}})
 
     def _own(self, name: str | None) -> set[str]:
-        """Return the keys that an agent does not take from this section."""
+        """Return the keys that the agent `name` does not inherit from this section."""
         given = set(self.named.get(name or "", ()))
         return given | set(CODE) if given & set(CODE) else given
 
     def spelling(self, name: str | None) -> Callable[[str], str]:
-        """Return a function from a key of this section to the key that sets it for one of `declared`."""
+        """Return a function from a key of this section to the key that sets the same value for the agent `name`.
+
+        For example, from `agent.tools` to `agent.named.NAME.tools` if the named agent does not inherit it.
+        """
         keys = {f"agent.{key}": f"agent.named.{name}.{key}" for key in self._own(name)}
         return lambda key: keys.get(key, key)
 
     def scored_by_name(self) -> dict[str | None, str] | str:
-        """Return the scorer of rows by their `agent_name`; `function` if no row is an episode."""
+        """Return `scored_by` of each agent, by `agent_name`; only the text `function` if no row is an episode."""
         return {name: agent.scored_by for name, agent in self.agents().items()} if self.used else "function"
 
     @property
     def used(self) -> bool:
-        """True if the run's rows are episodes."""
+        """True if rows of the run are episodes, of this section or of a named agent."""
         return self.plays or bool(self.named)
 
     @property
     def plays(self) -> bool:
-        """True if code replies to answers of this agent; otherwise its episodes are single answers."""
+        """True if this agent has an environment, tools, a program or a command; otherwise its episodes are single
+        responses."""
         return self.environment is not None or self.driven or bool(self.tools)
 
     @property
@@ -172,17 +186,17 @@ class AgentConfig:
 
     @property
     def fewest_hosts(self) -> int:
-        """Fewest hosts with which the run begins."""
+        """Minimum number of hosts with which the run begins."""
         return self.hosts if self.min_hosts is None else self.min_hosts
 
     @property
     def most_contexts(self) -> int:
-        """Most sequences of one episode of this agent."""
+        """Maximum number of token sequences in one episode of this agent."""
         return self.max_turns if self.context == "rerender" else self.max_contexts
 
     @property
     def scored_by(self) -> str:
-        """Scorer of this agent: `environment`, `function` or `sum`."""
+        """Source of the scores of this agent's rows: `environment`, `function` or `sum` (see `reward`)."""
         return self.reward or ("environment" if self.environment is not None or self.driven else "function")
 
     @property
@@ -194,7 +208,7 @@ class AgentConfig:
         return [self.environment, *self.tools]
 
     def problems(self) -> dict[str, object]:
-        """Return sentences on settings of episodes that exclude each other, each with True if it applies (see
+        """Return sentences on settings of episodes that exclude each other, each with a true value if it applies (see
         `sentences`)."""
         alone = self.environment is None
         return {

@@ -16,29 +16,30 @@ class KLControlConfig:
     lowers it while the KL is below."""
 
     kl_coef: float = setting(0.001, at_least=0)
-    """Coefficient of the KL penalty. With `type=adaptive`, its first value."""
+    """Coefficient of the KL penalty. With `type=adaptive`, the coefficient at the start."""
 
     target_kl: float = setting(0.1, above=0)
-    """KL per token that `type=adaptive` steers to."""
+    """Target of `type=adaptive`: mean KL per token, in nats."""
 
     horizon: int = setting(10000, at_least=1)
-    """Rows in which `type=adaptive` may change the coefficient by 20 percent."""
+    """Number of rows after which `type=adaptive` may have changed the coefficient by 20 percent."""
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Correction of the gap between the engine's policy and the trainer's."""
+    """Correction for the difference between the policy of the engine, which samples responses, and of the trainer."""
 
     rollout_is: str | None = None
     """Importance weights of rows: `token` (one per token), `sequence` (one per response) or `none`. Null takes `token`
-    if `algorithm.max_staleness` is above 0 and the loss does not already weigh by that ratio, else `none`."""
+    if `algorithm.max_staleness` is above 0 and the loss does not already weigh tokens by the ratio of trainer to engine
+    probabilities, else `none`."""
 
     rollout_is_threshold: str = "2.0"
-    """Bounds of the weights. One number is a cap: larger weights are lowered to it. `low_high`, such as `"0.5_2.0"`,
-    sets weights outside to 0."""
+    """Bounds of the importance weights. One number is a cap: larger weights are lowered to it. Two numbers `low_high`,
+    such as `"0.5_2.0"`: weights outside of them become 0."""
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the iteration."""
+    """Divide the importance weights by their mean over the iteration."""
 
     rollout_rs: str | None = None
     """Rejection [rules](algorithms.md#off-policy-correction), separated by commas. Null rejects no row."""
@@ -50,17 +51,18 @@ class RolloutCorrectionConfig:
 @dataclass
 class FilterGroupsConfig:
     """Dynamic sampling. If all rewards of a group are equal, its advantages are 0 and it teaches nothing: such groups
-    are left out, and others are generated in their place."""
+    are left out, and groups of other prompts are generated in their place."""
 
     enable: bool = False
-    """Leave out groups with equal rewards, and generate until `data.train_batch_size` other groups are there."""
+    """Leave out groups with equal rewards, and generate until `data.train_batch_size` groups with unequal rewards are
+    there."""
 
     metric: str = "score"
-    """Value that is compared within a group: `score`, or a part of the reward, such as `acc`."""
+    """Value that must differ within a group: `score`, or a named part of the reward, such as `acc`."""
 
     max_num_gen_batches: int = setting(10, at_least=1)
-    """Limit of generation per iteration, in batches of `data.train_batch_size` groups. If they do not fill the
-    iteration, the run ends."""
+    """Maximum number of batches generated per iteration, each of `data.train_batch_size` groups. If they hold too few
+    groups with unequal rewards, the run ends."""
 
     surplus: str = setting("discard", choices=("discard", "carry"))
     """Groups beyond `data.train_batch_size`: `discard` them, or `carry` them into the next iteration (needs
@@ -75,7 +77,7 @@ class AlgorithmConfig:
     """Advantage estimator: a name, or a function of your own as `package.module:function`."""
 
     adv_estimator_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of an estimator of your own."""
+    """Keyword arguments of an advantage estimator of your own."""
 
     gamma: float = setting(1.0, at_least=0, at_most=1)
     """Discount per token, for `gae`, `reinforce_plus_plus` and `remax`."""
@@ -91,7 +93,7 @@ class AlgorithmConfig:
     """Divide advantages of `grpo`, `turn_grpo`, `gdpo` and `grpo_passk` by the group's standard deviation."""
 
     gdpo_reward_keys: list[str] = field(default_factory=list)
-    """Rewards that `gdpo` normalises one by one: parts of the reward, or `score`."""
+    """Names of the rewards that `gdpo` normalises one by one: parts of the reward, or `score`."""
 
     gdpo_reward_weights: list[float] | None = None
     """Weights of `gdpo_reward_keys`, in their order. Null weighs them equally."""
@@ -100,14 +102,14 @@ class AlgorithmConfig:
     """Divisor of the advantages of `gpg`."""
 
     handle_zero_tail: bool = True
-    """Baseline of a token position that only one response of the group reaches, for optimal token baselines: 0 if true,
-    the response's own return (so the advantage is 0) if false."""
+    """For optimal token baselines: the baseline at token positions that only one response of the group reaches. True:
+    0. False: the response's own return, so the advantage is 0."""
 
     use_kl_in_reward: bool = False
-    """Subtract `kl_ctrl.kl_coef` times the KL to the reference from each token's reward."""
+    """Subtract `kl_ctrl.kl_coef` times the KL to the reference policy from the reward of each token."""
 
     kl_penalty: str = setting("kl", choices=KL_ESTIMATES)
-    """[Estimate](algorithms.md#kl-to-the-reference-policy) of the KL in the reward."""
+    """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the reward."""
 
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
 
@@ -116,8 +118,8 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     max_staleness: int = setting(0, at_least=0)
-    """Staleness limit: policy versions that a row may be older than the version that trains on it. 0 is strictly
-    on-policy. With 1, generation and training run at the same time."""
+    """Staleness limit: number of policy versions by which a row may be older than the version that trains on it. 0 is
+    strictly on-policy. With 1 or more, generation and training run at the same time."""
 
     def problems(self) -> dict[str, object]:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""

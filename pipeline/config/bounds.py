@@ -3,8 +3,9 @@
     n: int = setting(1, at_least=1)
     update: str = setting("in_flight", choices=("between_chunks", "in_flight"))
 
-`violations` compares each setting with its bounds. `sentences` reads tables of settings that exclude each other: the
-`problems` method of a section has those within the section, `plan/checks.py` those between sections.
+`violations` compares each setting with its bounds. `sentences` reads tables of settings that exclude each other. The
+method `problems` of a section returns the table for settings of that section; `plan/checks.py` has the tables for
+settings of several sections.
 """
 
 import copy
@@ -25,7 +26,7 @@ _KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)(:key)?\}")
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that one setting may take. A setting whose type includes null may also be null."""
+    """Values that one setting may have. A setting with a type such as `int | None` may also be null."""
 
     at_least: float | None = None
     above: float | None = None
@@ -50,7 +51,7 @@ class Bounds:
         return all(compare(value, limit) for _, limit, compare in self._limits())
 
     def words(self) -> str:
-        """Return the bounds as text that continues "must be"."""
+        """Return the bounds as text that fits after "must be", such as "at least 0 and below 1"."""
         if self.choices:
             return "one of " + ", ".join("null" if choice is None else choice for choice in self.choices)
         text = " and ".join(f"{name} {limit:g}" for name, limit, _ in self._limits()) or "a number"
@@ -74,9 +75,9 @@ def setting(default: Any, path: str | None = None, **bounds: Any) -> Any:
     """Declare a dataclass field with a default value and `Bounds`.
 
     Args:
-        default: the value; a list or a mapping is copied for each instance.
-        path: the kind of path that the setting holds, a name in `places.KINDS`.
-        bounds: fields of `Bounds`.
+        default: the default value; a list or a mapping is copied for each instance.
+        path: kind of path that the setting holds (a key of `places.KINDS`); None if it holds none.
+        bounds: fields of `Bounds`, such as `at_least=1`.
     """
     metadata = ({"bounds": Bounds(**bounds)} if bounds else {}) | ({"path": path} if path else {})
     if isinstance(default, list | dict):
@@ -96,7 +97,7 @@ def violations(tree: Any, prefix: str = "", spelled: Callable[[str], str] = str)
     Args:
         tree: the settings.
         prefix: dotted name of `tree` with a trailing dot; empty for the root.
-        spelled: from a key to the key as it is given; see `AgentConfig.spelling`.
+        spelled: function from a key to its name in the sentence; see `AgentConfig.spelling`.
     """
     for item in dataclasses.fields(tree):
         key = spelled(prefix + item.name)
@@ -121,9 +122,14 @@ def violations(tree: Any, prefix: str = "", spelled: Callable[[str], str] = str)
 
 
 def sentences(config: Any, table: Mapping[str, object], spelled: Callable[[str], str] = str) -> Iterator[str]:
-    """Return the sentences of `table` whose value is true.
+    """Return the sentences of `table` with a true value, and fill in their settings.
 
-    `{rollout.n}` in a sentence becomes `rollout.n=8`, and `{rollout.n:key}` the key as `spelled` gives it.
+    `{rollout.n}` in a sentence becomes key and value, `rollout.n=8`; `{rollout.n:key}` becomes `rollout.n`.
+
+    Args:
+        config: the settings, from the root.
+        table: sentence to whether it applies.
+        spelled: function from a key to its name in the sentence; see `AgentConfig.spelling`.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -131,14 +137,14 @@ def sentences(config: Any, table: Mapping[str, object], spelled: Callable[[str],
         try:
             return key if match[2] else f"{key}={as_argument(value_of(config, match[1]))}"
         except AttributeError:
-            # Text of the user's in braces.
+            # Braces in the user's own text.
             return match[0]
 
     return (_KEY.sub(filled, sentence) for sentence, applies in table.items() if applies)
 
 
 def as_argument(value: Any) -> str:
-    """Format a value as in a `key=value` argument."""
+    """Format a value like the right side of a `key=value` argument: `null`, `true`, `0.5`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

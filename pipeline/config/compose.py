@@ -38,27 +38,28 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
 UNKNOWN_SOURCE = "the config"
 _READ = ("True", "False", "None")
-"""Names that YAML has read as other values than text: `on`, `off`, `~`."""
+"""Python texts of values as which YAML reads unquoted names: `on` is True, `off` is False, `~` is None."""
 
 T = TypeVar("T")
 
 _structured: Callable[[type], Any] = cache(OmegaConf.structured)
-"""OmegaConf's form of a dataclass, cached because making it takes five times as long as a copy. Never change it."""
+"""Convert a dataclass to an OmegaConf config. The result is cached (building one takes five times as long as a copy),
+so callers must not change it."""
 
 
 class ConfigError(ValueError):
-    """Error for a setting, or a combination of settings, that cannot be run. The message names it and the remedy."""
+    """Error for settings that cannot be run. The message names the setting or settings, and the remedy."""
 
 
 class UnknownKey(ConfigError):
-    """A key that is not declared. The message guesses the key that was meant."""
+    """Error for a key that does not exist. The message suggests the most similar valid key."""
 
     def __init__(self, where: str, key: str, message: str) -> None:
         """
         Args:
-            where: the file or argument that has the key.
+            where: name of the file, or text of the argument, that has the key.
             key: the dotted key.
-            message: the sentence without its place.
+            message: the sentence to put after `where`.
         """
         super().__init__(f"{where}: {message}")
         self.where, self.key = where, key
@@ -70,7 +71,8 @@ def load_config(
     config_dir: str | Path | None = None,
     base: Config | None = None,
 ) -> Config:
-    """Return the settings of a training run; see `load`. `checks.check` tests whether values fit together."""
+    """Return the settings of a training run; see `load`. Types are checked here; `plan.checks.check` checks whether
+    the values fit together."""
     return load(Config, overrides, config_name, config_dir, base)
 
 
@@ -83,7 +85,7 @@ def load(
 ) -> T:
     """Return an instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
 
-    The YAML file's defaults list may name `<config_name>_schema`: Hydra then checks each file as it is merged, so an
+    If the defaults list of the YAML file names `<config_name>_schema`, Hydra checks each file when it is merged, so an
     error can name the file.
 
     Args:
@@ -145,7 +147,7 @@ def _restore_tuples(config: Any) -> None:
 
 
 def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Argument]]:
-    """Split the arguments into Hydra's arguments and entries of mappings with free names.
+    """Check command-line arguments. Returns (arguments for Hydra, arguments that set mappings with free names).
 
     Raises:
         ConfigError: an argument cannot be read, or its key or config file does not exist.
@@ -195,7 +197,7 @@ def _parsed(parser: OverridesParser, value: str) -> Any:
     """Read a value in Hydra's grammar.
 
     Raises:
-        ValueError: it cannot be read, or it is several values.
+        ValueError: the text cannot be read, or it gives several values (a sweep).
     """
     try:
         override = parser.parse_override(f"x={value}")
@@ -207,7 +209,7 @@ def _parsed(parser: OverridesParser, value: str) -> Any:
 
 
 def _choice(group: str, value: Any, folders: list[Path]) -> str:
-    """Return the argument with which Hydra merges the file or files `value` of `group` over earlier settings.
+    """Return the Hydra argument that merges the config files `value` of the config group `group` over earlier settings.
 
     Raises:
         ConfigError: the file does not exist.
@@ -236,14 +238,22 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
 
 
 def _unknown(key: str, valid: dict[str, Key], where: str) -> ConfigError:
-    """Return the error for a key that is not in `valid`, found `where`."""
+    """Return the error for a dotted key that is not in `valid`, found in the file or argument `where`."""
     if gone := no_longer(key, valid):
         return ConfigError(f"{where}: {gone}")
     return UnknownKey(where, key, unknown(key, valid))
 
 
 def _refusal(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> ConfigError:
-    """Return the refusal of Hydra or OmegaConf as an error of one sentence."""
+    """Return the one-sentence error for an error of Hydra or OmegaConf.
+
+    Args:
+        error: the error as raised.
+        message: text of the error, from which the name of the file is read.
+        schema: dataclass of the settings.
+        folders: folders with config files.
+        overrides: the command-line arguments.
+    """
     valid, cause = keys(schema), _cause(error)
     if isinstance(cause, YAMLError):
         return ConfigError(f"a config file is not valid YAML: {' '.join(str(cause).split())}")
@@ -273,7 +283,10 @@ def _refusal(error: Exception, message: str, schema: type, folders: list[Path], 
 
 
 def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
-    """Find the section to which the file named in `message` gives a plain value (OmegaConf does not name it)."""
+    """Return the section that the file named in `message` sets to a value that is not a mapping, or None.
+
+    OmegaConf's error does not name that section.
+    """
     sections = {".".join(name.split(".")[:i]) for name in valid for i in range(1, name.count(".") + 1)}
     for section in sorted(sections):
         source, value = _source(message, section, folders, [])
@@ -312,7 +325,7 @@ def _source(message: str, full_key: str, folders: list[Path], overrides: list[st
 
 
 def to_flat(config: Any) -> dict[str, Any]:
-    """Return every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
+    """Return all settings by dotted name; a mapping such as `rollout.engine_kwargs` is one value."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -324,7 +337,7 @@ def to_flat(config: Any) -> dict[str, Any]:
 
 
 def save_yaml(config: Any, path: str | Path) -> None:
-    """Write the resolved settings to `path` atomically: a reader finds the old file or the new one."""
+    """Write the settings to `path` as YAML, atomically: a reader finds the old file or the new one."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     part.write_text(OmegaConf.to_yaml(dataclasses.asdict(config)), encoding="utf-8")
@@ -334,7 +347,7 @@ def save_yaml(config: Any, path: str | Path) -> None:
 def load_yaml(path: str | Path, schema: type[T]) -> T:
     """Read settings that `save_yaml` wrote. Missing keys take their defaults.
 
-    Old keys and values (`renamed`) become current ones.
+    Old keys and values are replaced by current ones (see `pipeline/config/renamed.py`).
 
     Raises:
         ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
@@ -354,7 +367,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is damaged: it is not text ({error})") from error
     except (OmegaConfBaseException, YAMLError) as error:
-        # As Hydra names the file.
+        # `_refusal` expects the file's name in the form of Hydra's messages.
         message = f"In '{path.stem}': {error}"
         raise _refusal(error, message, schema, [path.resolve().parent], []) from error
     except ValueError as error:
@@ -364,7 +377,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
 
 
 def _update(content: Any) -> None:
-    """Put current keys and values in place of old ones, also in named agents, and leave out the keys of `FORGOTTEN`."""
+    """Replace old keys and values by current ones, also in named agents, and remove the keys of `FORGOTTEN`."""
     for key in (*FORGOTTEN, *MOVED, *VALUES):
         *sections, name = key.split(".")
         place = content

@@ -1,4 +1,4 @@
-"""The settings in words: the docstring under each field, and its default as text."""
+"""Texts for the page of settings: the docstring under each field, and the default of each field as text."""
 
 import ast
 import inspect
@@ -11,10 +11,10 @@ from pipeline.config.schema import Key
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """Collect the docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
+    """Return the docstring under each field of the dataclass `schema`, by field name, with inherited fields.
 
     Raises:
-        ValueError: a field has none.
+        ValueError: a field has no docstring. Only fields that hold a section (`...Config`) need none.
     """
     texts: dict[str, str] = {}
     for part in reversed(schema.__mro__[:-1]):
@@ -41,7 +41,8 @@ def _own_descriptions(schema: type) -> dict[str, str]:
 
 
 def default(key: Key) -> str:
-    """Format the default as in YAML, which shows the key's type; after null comes the type of other values."""
+    """Format the default of a setting as in YAML, in backticks. A null default is followed by the types of other
+    values."""
     value = key.default
     if value is None:
         others = [kind for kind in typing.get_args(key.type) if kind is not types.NoneType]

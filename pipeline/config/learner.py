@@ -6,11 +6,11 @@ from typing import Any
 from pipeline.config.bounds import setting
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-"""Names of the aggregations of token losses into one number."""
+"""Names of the ways to aggregate token losses into one number (`pipeline/losses`)."""
 KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Names of the estimates of a KL at one token (`pipeline/kl_estimate.py`)."""
+"""Names of the estimators of the KL at one token (`pipeline/kl_estimate.py`)."""
 OFFLOADS = ("none", "optimizer", "all")
-"""Parts of a learner that may wait in host memory."""
+"""Values of `fsdp.offload`: the state of a learner that is kept in host memory between steps."""
 KL_LOSSES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
 
 
@@ -19,8 +19,8 @@ class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
     name: str = setting("adamw", choices=("adamw", "adamw_8bit"))
-    """Optimiser: `adamw`, or `adamw_8bit` (`pip install torchao`), which keeps AdamW's two averages in 8 bits with one
-    scale per 256 numbers: 2 bytes per parameter instead of 8."""
+    """Optimiser: `adamw`, or `adamw_8bit` (`pip install torchao`). The second keeps AdamW's two averages in 8 bits with
+    one scale per 256 numbers, which takes 2 bytes per parameter instead of 8."""
 
     lr: float = setting(1e-6, at_least=0)
     """Peak learning rate."""
@@ -38,16 +38,16 @@ class OptimConfig:
     """Learning-rate schedule after warm-up: `constant`, `cosine` or `linear`."""
 
     lr_warmup_steps: int = setting(-1, at_least=-1)
-    """Optimiser steps of linear warm-up. -1 takes `lr_warmup_steps_ratio`."""
+    """Number of optimiser steps of linear warm-up. -1: the number follows from `lr_warmup_steps_ratio`."""
 
     lr_warmup_steps_ratio: float = setting(0.0, at_least=0, at_most=1)
-    """Share of all optimiser steps that is warm-up."""
+    """Fraction of all optimiser steps that is warm-up, from 0 to 1. Used if `lr_warmup_steps` is -1."""
 
     min_lr_ratio: float = setting(0.0, at_least=0, at_most=1)
-    """Final learning rate of `cosine` and `linear`, as a share of `lr`."""
+    """Final learning rate of `cosine` and `linear`, as a fraction of `lr`."""
 
     def warmup(self, steps: int) -> int:
-        """Optimiser steps of the warm-up of a run of `steps`."""
+        """Return the number of warm-up steps in a run of `steps` optimiser steps."""
         return int(self.lr_warmup_steps_ratio * steps) if self.lr_warmup_steps < 0 else self.lr_warmup_steps
 
 
@@ -56,7 +56,8 @@ class FSDPConfig:
     """Sharding of a model by FSDP2."""
 
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights between forward and backward. Takes less memory and one more all-gather."""
+    """Free the gathered weights of a layer between its forward and backward pass. Takes less memory and one more
+    all-gather."""
 
     param_dtype: str | None = setting(None, choices=(None, "float32", "bfloat16"))
     """Type of the gathered weights and of the computation. Null is bfloat16 on GPUs, and `model.dtype` on CPUs. The
@@ -66,38 +67,45 @@ class FSDPConfig:
     """Type in which gradients are summed over ranks."""
 
     offload: str = setting("none", choices=OFFLOADS)
-    """State that waits in host memory between steps, for GPUs only: `none`; `optimizer`, which visits the GPU one
-    parameter at a time in each step; or `all`, also weights and gradients, with the step on CPUs."""
+    """State that is kept in host memory, for GPUs only. `none`: no state. `optimizer`: the optimiser state, which is
+    copied to the GPU one parameter at a time in each step. `all`: also weights and gradients; the optimiser step then
+    runs on CPUs."""
 
     def compute_dtype(self, model_dtype: str, gpu: bool) -> str:
-        """Return the type of the computation for a model whose weights have the type `model_dtype`."""
+        """Return the dtype of the forward and backward pass, for weights of the dtype `model_dtype`.
+
+        Args:
+            model_dtype: `model.dtype`.
+            gpu: True if the model is on a GPU.
+        """
         return self.param_dtype or ("bfloat16" if gpu else model_dtype)
 
 
 @dataclass
 class ParallelConfig:
-    """Division of a model over the train workers, in addition to FSDP. `trainer.num_workers` must be a multiple of
+    """Parallelism of a model over the train workers, in addition to FSDP. `trainer.num_workers` must be a multiple of
     `tensor * sequence * replicate`."""
 
     tensor: int = setting(1, at_least=1)
-    """Tensor-parallel workers: neighbours on one node that see the same rows and each compute a part of every layer.
-    The number must divide the model's heads and vocabulary."""
+    """Number of tensor-parallel workers: neighbours on one node that see the same rows and each compute a part of every
+    layer. It must divide the numbers of the model's heads and of its vocabulary."""
 
     sequence: int = setting(1, at_least=1)
-    """Sequence-parallel (Ulysses) workers, for long rows: neighbours on one node that see the same rows. Each computes
-    a part of the positions, and in attention a part of the heads. The number times `tensor` must divide the query
-    heads, and the model must be able to attend over packed rows."""
+    """Number of sequence-parallel (Ulysses) workers, for long rows: neighbours on one node that see the same rows. Each
+    computes a part of the positions, and in attention a part of the heads. `sequence * tensor` must divide the number
+    of query heads, and the model must be able to attend over packed rows."""
 
     expert: int = setting(1, at_least=1)
-    """Expert-parallel workers of a mixture of experts: each has different experts. 1, or the value of `tensor`."""
+    """Number of expert-parallel workers of a mixture of experts; each has different experts. 1, or the same as
+    `tensor`."""
 
     replicate: int = setting(1, at_least=1)
-    """Copies of the sharded weights that FSDP keeps (hybrid sharding), each on neighbouring workers that gather only
-    from each other. For slow networks between nodes."""
+    """Number of copies of the sharded weights (hybrid sharding). Each copy is on neighbouring workers, which gather
+    weights only from each other. For slow networks between nodes."""
 
     @property
     def ranks_with_same_rows(self) -> int:
-        """Workers that see the same rows."""
+        """Number of workers that see the same rows."""
         return self.tensor * self.sequence
 
 
@@ -109,7 +117,7 @@ class PolicyLossConfig:
     """Policy loss: a name, or a function of your own as `package.module:function`."""
 
     clip_cov_ratio: float = setting(2e-4, above=0, at_most=1)
-    """Share of the mini-batch's tokens whose gradient `clip_cov` removes; at least one token."""
+    """Fraction of the mini-batch's tokens that `clip_cov` draws and gives no gradient; at least one token."""
 
     clip_cov_lb: float = 1.0
     """Lower bound of the covariance of tokens that `clip_cov` may draw."""
@@ -118,8 +126,8 @@ class PolicyLossConfig:
     """Upper bound of the covariance of tokens that `clip_cov` may draw."""
 
     kl_cov_ratio: float = setting(2e-4, above=0, at_most=1)
-    """Share of the mini-batch's tokens, with the highest covariance, that get the KL penalty of `kl_cov`; at least one
-    token."""
+    """Fraction of the mini-batch's tokens that get the KL penalty of `kl_cov`: the tokens with the highest covariance,
+    at least one."""
 
     ppo_kl_coef: float = setting(0.1, at_least=0)
     """Weight of the KL penalty of `kl_cov`."""
@@ -128,7 +136,7 @@ class PolicyLossConfig:
     """Weight of the squared log ratio in `dro`, which requires it."""
 
     dpo_beta: float = setting(0.1, above=0)
-    """Scale of the rewards of `online_dpo`, which are log ratios of policy and reference."""
+    """Beta of `online_dpo`: factor of the log ratio of policy and reference in the implicit reward."""
 
     tau_pos: float = setting(1.0, above=0)
     """Temperature of the gate of `sapo` for positive advantages."""
@@ -137,7 +145,7 @@ class PolicyLossConfig:
     """Temperature of the gate of `sapo` for all other advantages."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of a loss of your own."""
+    """Keyword arguments of a policy loss of your own."""
 
 
 @dataclass
@@ -169,7 +177,8 @@ class ActorConfig:
     """Aggregation of token losses into one number ([algorithms.md](algorithms.md#aggregation))."""
 
     loss_scale_factor: float | None = setting(None, above=0)
-    """Divisor of `seq-mean-token-sum-norm`. Null takes `data.max_response_length`."""
+    """Divisor of the summed loss of a response, with `loss_agg_mode=seq-mean-token-sum-norm`. Null takes
+    `data.max_response_length`."""
 
     entropy_coeff: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus. 0: none."""
@@ -181,36 +190,36 @@ class ActorConfig:
     """Weight of the KL in the loss."""
 
     kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
-    """[Estimate](algorithms.md#kl-to-the-reference-policy) of the KL in the loss."""
+    """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the loss."""
 
     grad_clip: float = setting(1.0, above=0, infinite=True)
-    """Largest gradient norm. Gradients with a larger norm are scaled down to it."""
+    """Maximum gradient norm. Gradients with a larger norm are scaled down to it."""
 
     ppo_epochs: int = setting(1, at_least=1)
-    """Passes over an iteration's rows."""
+    """Number of passes over the rows of an iteration."""
 
     ppo_mini_batch_size: int | None = setting(None, at_least=1)
-    """Prompts per optimiser step. Null takes `data.train_batch_size`."""
+    """Number of prompts per optimiser step. Null takes `data.train_batch_size`."""
 
     ppo_max_token_len_per_gpu: int = 16384
-    """Most tokens in one forward pass of a rank; padding counts, in models that cannot attend over packed rows. The
-    ranks of `actor.parallel.sequence` share a pass, which may hold this many tokens for each of them."""
+    """Maximum number of tokens in one forward pass of a rank. Padding counts too, if the model cannot attend over
+    packed rows. Sequence-parallel ranks share one pass, of up to `actor.parallel.sequence` times as many tokens."""
 
     old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
-    """Old log-probs of the ratio: `recompute` takes a forward pass of the trainer before the update (decoupled mode),
-    `engine` takes the engine's as sampled (bypass mode)."""
+    """Source of the old log-probs in the policy ratio. `recompute`: a forward pass of the trainer before the update
+    (decoupled mode). `engine`: the log-probs that the engine returned when it sampled (bypass mode)."""
 
     logits_chunk_tokens: int = setting(1024, at_least=1)
-    """Response tokens whose logits are in memory at a time."""
+    """Number of response tokens whose logits are in memory at a time."""
 
     @property
     def clip_low(self) -> float:
-        """Lower clip range in force."""
+        """Lower clip range: `clip_ratio_low`, or `clip_ratio` if that is null."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def clip_high(self) -> float:
-        """Upper clip range in force."""
+        """Upper clip range: `clip_ratio_high`, or `clip_ratio` if that is null."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     def problems(self) -> dict[str, object]:
@@ -230,33 +239,35 @@ class CriticConfig:
     """Value model and its update."""
 
     enable: bool | None = None
-    """Train a critic. Null: if the advantage estimator reads values (`gae`)."""
+    """Train a critic. Null: only if the advantage estimator reads values (`gae`)."""
 
     path: str | None = setting(None, path="model")
-    """Hugging Face model for the critic's decoder: a folder or a hub name. Null takes `model.path`. The value head
-    starts at 0."""
+    """Hugging Face model from which the critic's decoder starts: a folder or a hub name. Null takes `model.path`. The
+    weights of the value head start at 0."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
     warmup: int = setting(0, at_least=0)
-    """Iterations at the start in which only the critic is trained."""
+    """Number of iterations at the start in which only the critic is trained."""
 
     cliprange_value: float = setting(0.5, above=0, infinite=True)
-    """Clip range of a new value around the row's value."""
+    """Clip range of the value loss: a new value is clipped to within this distance of the value that the critic gave
+    before the update."""
 
     loss_agg_mode: str | None = setting(None, choices=(None, *AGG_MODES))
-    """Aggregation of token losses into one number. Null takes the actor's."""
+    """Aggregation of token losses into one number. Null takes `actor.loss_agg_mode`."""
 
     grad_clip: float = setting(1.0, above=0, infinite=True)
-    """Largest gradient norm. Gradients with a larger norm are scaled down to it."""
+    """Maximum gradient norm. Gradients with a larger norm are scaled down to it."""
 
     ppo_epochs: int | None = setting(None, at_least=1)
-    """Passes over an iteration's rows. Null takes the actor's."""
+    """Number of passes over the rows of an iteration. Null takes `actor.ppo_epochs`."""
 
     ppo_mini_batch_size: int | None = setting(None, at_least=1)
-    """Prompts per optimiser step. Null takes the actor's."""
+    """Number of prompts per optimiser step. Null takes `actor.ppo_mini_batch_size`."""
 
     ppo_max_token_len_per_gpu: int | None = None
-    """Most tokens in one forward pass of a rank, counted as for the actor. Null takes the actor's."""
+    """Maximum number of tokens in one forward pass of a rank, counted as in `actor.ppo_max_token_len_per_gpu`, which is
+    also the value of null."""

@@ -1,6 +1,6 @@
-"""Arguments that set a mapping with free names, such as `reward.source_scale.openai/gsm8k=2`.
+"""Command-line arguments that set a mapping with free names, such as `reward.source_scale.openai/gsm8k=2`.
 
-Hydra's grammar allows few of the names that data sources have, so these arguments are read here and merged into the
+Hydra's grammar does not allow most names of data sources, so these arguments are read here and merged into the
 settings after Hydra has composed them.
 
     reward.source_scale.openai/gsm8k=2          if values are not mappings, all up to the first `=` is one name
@@ -27,31 +27,32 @@ from pipeline.config.reward import FunctionConfig
 from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
 
 SECTIONS: dict[str, type] = {"agent.named": AgentConfig, "reward.functions": FunctionConfig}
-"""Mappings whose values are sections, and the dataclass of these."""
+"""Settings that map free names to sections, each with the dataclass of its sections."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument."""
+    """A command-line argument that sets a mapping, or entries in it."""
 
     text: str
     """The argument as typed."""
     key: Key
     """Setting that holds the mapping."""
     names: tuple[str, ...]
-    """Path inside the mapping."""
+    """Names from the outermost mapping to the value; empty if the whole mapping is set."""
     value: Any
     removes: bool = False
+    """True if the argument removes the entry (`~KEY.NAME`)."""
 
     @property
     def place(self) -> str:
-        """Key and names as written in an argument."""
+        """Key and names, joined by dots as in an argument."""
         return ".".join([self.key.name, *(_written(name) for name in self.names)])
 
 
 def key_of(text: str, valid: dict[str, Key]) -> Key | None:
-    """Return the mapping that the argument `text` sets, wholly or in part."""
+    """Return the setting of a mapping that the argument `text` sets, wholly or in part; None if it sets no mapping."""
     name = text.lstrip("+~")
     for key in valid.values():
         begins = typing.get_origin(key.type) is dict and name.startswith(key.name)
@@ -61,10 +62,10 @@ def key_of(text: str, valid: dict[str, Key]) -> Key | None:
 
 
 def read(text: str, key: Key, parse: Callable[[str], Any]) -> Argument:
-    """Read the argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
+    """Read the argument `text`, which sets the mapping `key`; `parse` reads a value in Hydra's grammar.
 
     Raises:
-        ValueError: the names or the value cannot be read, or the sentences of `parse`.
+        ValueError: the names or the value cannot be read (also if `parse` raises it).
     """
     removes, rest = text.startswith("~"), text.lstrip("+~")[len(key.name) :]
     names: list[str] = []
@@ -95,8 +96,8 @@ def read(text: str, key: Key, parse: Callable[[str], Any]) -> Argument:
 
 
 def lay_over(settings: DictConfig, entries: Iterable[Argument]) -> None:
-    """Merge the entries into `settings`, in order. A mapping is merged with the existing one, but an empty one replaces
-    it.
+    """Apply `entries` to `settings`, in order. A value that is a mapping is merged with the existing mapping, but an
+    empty mapping replaces it.
 
     Raises:
         ValueError: a value has the wrong type, or a name to be removed does not exist.
@@ -121,10 +122,10 @@ def lay_over(settings: DictConfig, entries: Iterable[Argument]) -> None:
 
 
 def check(key: Key, value: Any) -> None:
-    """Refuse values that OmegaConf does not check.
+    """Check the entries of the mapping `value`, the value of the setting `key`; OmegaConf does not check them.
 
     Raises:
-        ValueError: a value of the mapping has the wrong type.
+        ValueError: a name is not text, or a value has the wrong type.
     """
     kind = typing.get_args(key.type)[1]
     for name, inner in value.items():
@@ -142,7 +143,7 @@ def _check_names(place: str, value: Any) -> None:
 
 
 def compose_sections(config: Any) -> None:
-    """Give the settings in the mappings of `SECTIONS` the types of their keys.
+    """Check the sections in the mappings of `SECTIONS`, and convert their values to the types of their keys, in place.
 
     Raises:
         ValueError: a key is unknown, or a value has the wrong type.
@@ -156,7 +157,7 @@ def _section(mapping: str, name: str, settings: Any) -> dict[str, Any]:
     place, schema = f"{mapping}.{_written(name)}", SECTIONS[mapping]
     if not isinstance(settings, dict):
         raise ValueError(f"{place}={settings!r} does not fit; expected a mapping such as {{name: value}}")
-    # A section holds no further ones.
+    # A section cannot hold its own mapping: `agent.named.NAME.named` is not valid.
     valid = {f"{place}.{inner}": key for inner, key in keys(schema).items() if not mapping.endswith(f".{inner}")}
     given = {}
     for inner, value in settings.items():
@@ -257,10 +258,14 @@ def _value(text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _named_by_text(value: Any, text: str) -> Any:
-    """Replace names that Hydra reads as numbers, truth values or null by their text.
+    """Convert names of mappings that were read as numbers, truth values or null back to their text.
+
+    Args:
+        value: the value as read.
+        text: the argument's text, which must contain the name in its JSON form.
 
     Raises:
-        ValueError: the original spelling of a name is unknown.
+        ValueError: the original spelling of a name is not known.
     """
     if isinstance(value, list):
         return [_named_by_text(part, text) for part in value]

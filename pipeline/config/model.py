@@ -9,7 +9,7 @@ from pipeline.config.bounds import setting
 
 ALL_LINEAR = "all-linear"
 LARGEST_ALONE = 512
-"""Largest adapter rank that vLLM supports."""
+"""Maximum adapter rank that vLLM supports."""
 
 
 @dataclass
@@ -18,30 +18,31 @@ class LoraConfig:
     B A with two small trained matrices."""
 
     rank: int = setting(0, at_least=0)
-    """Rank of the adapters: rows of A and columns of B. 0 trains all weights without adapters."""
+    """Rank of the adapters: number of rows of A and columns of B. 0 trains all weights without adapters."""
 
     alpha: float = setting(16.0, above=0)
     """Scale of the adapters: B A is multiplied by `alpha / rank`."""
 
     target_modules: Any = ALL_LINEAR
-    """Linear layers that get an adapter: `all-linear` (all except the head), a list of names such as `[q_proj,v_proj]`,
-    or a regular expression for whole names."""
+    """Linear layers that get an adapter: `all-linear` (all except the head), a list of last parts of layer names such
+    as `[q_proj,v_proj]`, or a regular expression that matches a whole layer name."""
 
     weight_sync: str = setting("merged", choices=("merged", "adapter"))
-    """Weights that engines get: `merged` sends whole weights with the adapter added; `adapter` sends only the adapter,
-    which is small, but engines then read the base from `model.path` and generate more slowly."""
+    """Weights that engines get after each update. `merged`: all weights, with the adapter added. `adapter`: only the
+    adapter, which is small, but engines then read the base model from `model.path` and generate more slowly."""
 
     path: str | None = setting(None, path="model")
-    """Folder of an adapter in peft's format to start from. Null starts with B = 0, which equals the base model."""
+    """Folder of an adapter in peft's format to start from. Null starts with B = 0, so the policy equals the base
+    model."""
 
     @property
     def alone(self) -> bool:
-        """True if engines get the adapter without the base."""
+        """True if engines get only the adapter, without the weights of the base model."""
         return self.rank > 0 and self.weight_sync == "adapter"
 
     @property
     def well_formed(self) -> bool:
-        """True if the targets have a form that can be read."""
+        """True if `target_modules` is a valid regular expression or a list of names that is not empty."""
         targets = self.target_modules
         if isinstance(targets, str):
             try:
@@ -70,20 +71,24 @@ class LoraConfig:
         }
 
     def unmatched(self, names: list[str]) -> list[str]:
-        """Return the targets that do not match any layer in `names`."""
+        """Return the entries of `target_modules` that match none of the layer names `names`."""
         targets = self.target_modules
         entries = [targets] if isinstance(targets, str) else list(targets)
         return [str(entry) for entry in entries if not any(_matches(entry, targets, name) for name in names)]
 
     def chosen(self, names: list[str]) -> list[str]:
-        """Return the linear layers in `names` that get an adapter."""
+        """Return the names of the layers that get an adapter, out of `names`, the names of all linear layers."""
         targets = self.target_modules
         entries = [targets] if isinstance(targets, str) else list(targets)
         return [name for name in names if any(_matches(entry, targets, name) for entry in entries)]
 
 
 def _matches(entry: Any, targets: Any, name: str) -> bool:
-    """Compare like peft: a text is a pattern of whole names, an entry of a list is the last parts of a name."""
+    """Return True if `entry` of `targets` matches the layer name, as in peft.
+
+    If `targets` is text, it is a regular expression for the whole name; the entry of a list must equal the name or its
+    last dotted parts.
+    """
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, name) is not None
     return name == entry or name.endswith(f".{entry}")
@@ -103,21 +108,22 @@ class ModelConfig:
     """Run Python code that comes with the model. Read that code first."""
 
     dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """Type of the trained weights and their gradients. With `bfloat16`, AdamW's state holds the lower halves of float32
-    weights, so small steps count: 14 bytes per weight in all instead of 16."""
+    """Type of the trained weights and their gradients. With `bfloat16`, the optimiser state holds the lower 16 bits of
+    the float32 weights, so small steps are not lost; weights, gradients and state then take 14 bytes per weight instead
+    of 16."""
 
     attn_implementation: str = "sdpa"
-    """Attention of the trained model, by its name in `transformers`."""
+    """Attention implementation of the trained model, by its name in `transformers`."""
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Takes less memory and more time."""
 
     activation_offload: bool = False
-    """Keep the checkpoints of `enable_gradient_checkpointing` in host memory. For GPUs and long rows."""
+    """Keep the activations that `enable_gradient_checkpointing` saves in host memory. For GPUs and long rows."""
 
     share_prompts: str = setting("auto", choices=("auto", "always", "never"))
-    """Sharing of a prompt by its samples in one forward pass; results are equal up to rounding. `auto` shares if the
-    model can attend over packed rows (full attention, `sdpa`), which is tested at the start. `always` refuses models
-    that cannot. `never` repeats the prompt in each sample."""
+    """Compute a prompt once for all of its responses in a forward pass; results are equal up to rounding. `auto`: if
+    the model can attend over packed rows (full attention, `sdpa`), which is tested at the start. `always`: the run is
+    refused if the model cannot. `never`: the prompt is repeated for each response."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -1,4 +1,4 @@
-"""Paths in settings and arguments: `~`, `file://`, and the choice between a local folder and a model on the Hub."""
+"""Paths in settings and arguments: expand `~` and `file://`, and tell a local folder from a model on the Hub."""
 
 import dataclasses
 import os
@@ -11,21 +11,23 @@ from urllib.parse import unquote
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FILE_URL = re.compile(r"file:(?://(?:localhost)?)?(?=/(?!/))")
 OUR_FOLDERS = ("models", "runs")
-"""Folders that the commands write to. A path that begins with one of them is not a name on the Hub."""
+"""Folders that Slipstream's commands write to. A path that begins with one of them is not a name on the Hub."""
 
 
 def expand_home(value: Any) -> Any:
-    """Replace `~` at the beginning of a path by the home folder. URLs and values that are not text stay."""
+    """Replace `~` at the beginning of a path by the home folder. URLs, and values that are not text, stay as they
+    are."""
     is_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
     return os.path.expanduser(value) if is_home else value
 
 
 def without_scheme(value: Any) -> Any:
-    """Remove `file://` or expand `~` at the beginning of a path. Other URLs, and values that are not text, stay."""
+    """Remove `file://` or expand `~` at the beginning of a path. Other URLs, and values that are not text, stay as they
+    are."""
     if not isinstance(value, str) or not (local := FILE_URL.match(value)):
         return expand_home(value)
     path = value[local.end() :]
-    # A URL has codes for characters that a name may have as they are.
+    # A URL percent-encodes characters that a file name may hold, but `%` may also be a character of the name.
     return path if os.path.exists(path) else unquote(path)
 
 
@@ -36,12 +38,12 @@ def expand_argument(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """Return an argument of a command as a path; see `without_scheme`."""
+    """Return the text of a command's argument as a path, without `file://` and with `~` expanded."""
     return Path(without_scheme(text))
 
 
 def expand_settings(config: Any) -> None:
-    """Replace `~` by the home folder in all settings of a dataclass, its sections and its lists."""
+    """Replace `~` by the home folder in all settings of a dataclass, also in nested sections and lists, in place."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
@@ -53,11 +55,11 @@ def expand_settings(config: Any) -> None:
 
 
 def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
-    """Refuse the folder `out` for a model if it has other files or overlaps with a model that is read.
+    """Refuse the output folder `out` of a model if it has files or overlaps with an input model.
 
     Args:
-        out: a new or empty folder.
-        sources: folders that are read, and names of models on the Hub.
+        out: the output folder; it must be new or empty.
+        sources: input models: folders, or names on the Hub.
 
     Raises:
         ValueError: `out` is not empty, or is, contains or lies inside one of the `sources` (links are followed).
@@ -77,11 +79,11 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
 
 
 def named_folder(path: str, key: str | None = None) -> Path | None:
-    """Return the folder that `path` names; None if it is a name on the Hub.
+    """Return the local folder `path`, or None if `path` is a name on the Hub.
 
     Args:
         path: a folder, or a Hub name such as `name` or `owner/name`.
-        key: the setting that has this value, for errors.
+        key: name of the setting with the value `path`, for the text of errors.
 
     Raises:
         ValueError: the path is a file, or it is neither an existing folder nor in the form of a Hub name.
@@ -102,10 +104,10 @@ def named_folder(path: str, key: str | None = None) -> Path | None:
 
 
 def model_folder(path: str, key: str | None = None) -> Path | None:
-    """Return the folder of the Hugging Face model that `path` names; None if it is a name on the Hub.
+    """Return the local folder `path` of a Hugging Face model, or None if `path` is a name on the Hub.
 
     Raises:
-        ValueError: see `named_folder`; or the folder does not hold a model.
+        ValueError: `named_folder` refuses the path, or the folder does not hold a model.
     """
     folder = named_folder(path, key)
     if folder is not None and not (folder / "config.json").is_file():

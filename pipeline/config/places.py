@@ -1,11 +1,11 @@
-"""Absolute paths in settings: workers have another working directory than the command.
+"""Make the paths in settings absolute: workers have another working directory than the command.
 
-    a model        a folder, or a name on the Hub, which stays          links are followed
+    a model        a folder; a name on the Hub is not changed           links are followed
     files          paths, globs, URLs, or a list of them                links are followed except in the last part
-    code           a file `x.py` or `x.py:Name`; modules stay           like files
+    code           a file `x.py` or `x.py:Name`; modules are unchanged  like files
 
-A path may be relative, begin with `~` or `file://`, contain `..`, or end with a slash. A setting that holds one
-declares its kind: `setting(None, path="model")`.
+A path may be relative, begin with `~` or `file://`, contain `..`, or end with a slash. A setting that holds a path
+declares the kind of path: `setting(None, path="model")`.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ NO_PATH = ("auto", "never")
 
 
 def name_from_root(config: Any) -> None:
-    """Make the local paths in the settings of a command absolute.
+    """Make the local paths in the settings of a command absolute, in place.
 
     Args:
-        config: an instance of a dataclass; its sections are changed too.
+        config: an instance of a dataclass; nested sections are changed too.
     """
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -42,13 +42,14 @@ def name_from_root(config: Any) -> None:
 
 
 def model(value: str | None) -> str | None:
-    """Return an existing folder as an absolute path; other text is a name on the Hub, or is missing, and stays."""
+    """Return the absolute path of an existing model folder. Other values (names on the Hub, missing folders, None) are
+    returned unchanged."""
     value = without_scheme(value)
     return os.path.realpath(value) if value and os.path.exists(value) else value
 
 
 def files(value: Any) -> Any:
-    """Return paths and globs as absolute ones; URLs stay."""
+    """Make a path or glob, or each of a list of them, absolute. URLs are returned unchanged."""
     if isinstance(value, list):
         return [files(item) for item in value]
     value = without_scheme(value)
@@ -56,8 +57,8 @@ def files(value: Any) -> Any:
 
 
 def file(path: str) -> str:
-    """Return the absolute path of a file: links and `..` are resolved in its folder; its own name stays, even if it is
-    a link."""
+    """Return the absolute path of a file. Links and `..` are resolved in the path of its folder, but the last part is
+    kept, even if it is a link."""
     path = path.rstrip("/") or "/"
     folder, name = os.path.split(path)
     return os.path.realpath(path) if name in ("", ".", "..") else os.path.join(os.path.realpath(folder), name)
@@ -68,7 +69,8 @@ def _resumed(value: str) -> str:
 
 
 def _script(value: str | None) -> str | None:
-    """Return the absolute path of a Python file. A module's name stays, even if a folder has the same name."""
+    """Return the absolute path of a Python file. The name of a module is returned unchanged, even if a folder has the
+    same name."""
     return file(without_scheme(value)) if value and is_file(value) else value
 
 
@@ -77,7 +79,7 @@ def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _name_agents(agent: AgentConfig) -> None:
-    """Make paths of named agents absolute."""
+    """Make the paths in the settings of named agents absolute, in place."""
     declared = agent.declared()
     for name, settings in agent.named.items():
         own = declared[name]
@@ -86,20 +88,21 @@ def _name_agents(agent: AgentConfig) -> None:
 
 
 def _code(value: Any) -> Any:
-    """Make `file.py:Name` or a file absolute; also in a list."""
+    """Make the path in `file.py` or `file.py:Name`, or in each entry of a list of them, absolute."""
     if isinstance(value, list):
         return [_member(one) for one in value]
     return _member(value) if value else value
 
 
 def _program(value: str | None) -> str | None:
-    """Make an interpreter's path absolute. Links stay: the link of a virtual environment is what selects the
-    environment."""
+    """Make the path of an interpreter absolute. A link is not followed, since Python finds its virtual environment by
+    the path of the link."""
     return file(without_scheme(value)) if value and "/" in value else value
 
 
 def _member(name: str) -> str:
-    """Make `file.py:Name` or a file absolute. `module:Name` and the URL of a server stay."""
+    """Make the path in `file.py`, `file.py:Name` or the command of an MCP server absolute. `module:Name` and URLs of
+    servers are returned unchanged."""
     if name.startswith(SERVERS):
         scheme, _, text = name.partition(":")
         try:
@@ -113,7 +116,7 @@ def _member(name: str) -> str:
 
 
 def _words(words: list[str]) -> list[str]:
-    """Return a command with absolute files."""
+    """Return the words of a command; words that are existing files become absolute paths."""
     return [file(home) if Path(home := without_scheme(word)).is_file() else word for word in words]
 
 
@@ -127,4 +130,4 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "command": _words,
     "program": _program,
 }
-"""Kinds of `path` that a setting declares, and the function that makes each absolute."""
+"""Kinds of path that a setting can declare, each with the function that makes a value of this kind absolute."""

@@ -18,25 +18,25 @@ def _optim() -> OptimConfig:
 
 @dataclass
 class PreferenceLossConfig:
-    """Preference loss. Rewards are `beta` times the log ratio of policy and start model."""
+    """Preference loss. The implicit reward of a response is `beta` times its log ratio of policy and start model."""
 
     type: str = setting("sigmoid", path="code")
     """Loss: `sigmoid` (DPO), `ipo`, or a function of your own as `package.module:function`
     ([supervised.md](supervised.md#dpo-and-ipo))."""
 
     beta: float = setting(0.1, above=0)
-    """Scale of the rewards. A larger one keeps the policy closer to the start model."""
+    """Factor of the log ratio in the implicit reward. A larger one keeps the policy closer to the start model."""
 
     label_smoothing: float = setting(0.0, at_least=0, below=0.5)
-    """Share of pairs that `sigmoid` assumes to be labelled the wrong way round (cDPO)."""
+    """Fraction of pairs that `sigmoid` assumes to have `chosen` and `rejected` swapped (cDPO)."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of a loss of your own."""
+    """Keyword arguments of a loss of your own."""
 
 
 @dataclass
 class DPODataConfig(PairDataConfig):
-    """The pairs to learn from."""
+    """Data of preference pairs for DPO: files, columns and limits."""
 
     truncation: str = setting("error", choices=("error", "left", "drop"))
     """Treatment of a conversation longer than `max_length`: `error` ends the run, `left` cuts the start of the prompt,

@@ -1,4 +1,4 @@
-"""Renamed and removed keys and values, with the sentence that refuses each."""
+"""Renamed and removed keys and values of settings, each with the sentence that an error about it contains."""
 
 MOVED = {
     "agent.late": "agent.on_timeout",
@@ -9,7 +9,7 @@ MOVED = {
     "scoring.reference.where": "scoring.reference.placement",
     "trainer.early": "trainer.stream_gradients",
 }
-"""Old key to new key. In the folder of a run, the new key takes the old one's value."""
+"""Old key to new key. When the settings in a run's folder are read, the value of an old key goes to the new one."""
 
 RENAMED: dict[str, str] = {
     "rollout.oversample": "oversampling was removed: it trained on short responses first; use algorithm.max_staleness "
@@ -32,10 +32,10 @@ RENAMED: dict[str, str] = {
     "its file is imported once, and each episode is a fork",
     **{old: f"it is called {new} now" for old, new in MOVED.items()},
 }
-"""Old keys, with the reason and the key that replaces each."""
+"""Old keys, each with the reason why it is gone and the remedy."""
 
 FORGOTTEN = ("agent.preload",)
-"""Removed keys in old run folders that never changed a result. They are left out when a folder is read."""
+"""Removed keys that never changed a result. When the settings in a run's folder are read, these keys are dropped."""
 
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "agent.context": {"template": ("rerender", "it is called rerender now")},
@@ -43,4 +43,4 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "agent.isolation": {"auto": ("namespaces", "it meant namespaces; write that")},
     "trainer.weight_transport": {"delta": ("object_store", "it saved bytes and no time; leave this key out")},
 }
-"""Removed values by key, each with its replacement and the reason."""
+"""Key to {removed value: (replacement, reason)}."""

@@ -13,8 +13,8 @@ class CustomRewardConfig:
     """A reward function of your own."""
 
     path: str | None = setting(None, path="script")
-    """Python file (`/code/my_reward.py`) or module (`package.module`) of the function. Null takes the built-in rule of
-    the row's `data_source`."""
+    """Python file (`/code/my_reward.py`) or module (`package.module`) with the function. Null: the built-in rule for
+    the row's `data_source` scores it."""
 
     name: str = "compute_score"
     """Name of the function `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`. It is a plain or
@@ -26,7 +26,7 @@ class CustomRewardConfig:
 
 @dataclass
 class FunctionConfig:
-    """One of several rewards (`reward.functions.NAME.*`)."""
+    """One of several reward functions (`reward.functions.NAME.*`)."""
 
     path: str | None = None
     """Python file or module, given like `reward.custom_reward_function.path`."""
@@ -38,11 +38,12 @@ class FunctionConfig:
     """Extra keyword arguments of the function."""
 
     weight: float = 1.0
-    """Factor of its score in the sum."""
+    """Weight of this function's score in the sum of all."""
 
     batch: bool = False
     """Call the function once for all rows of a chunk, with lists `data_sources`, `solution_strs`, `ground_truths` and
-    `extra_infos` (or with one Arrow table, if it has a parameter `table`). It returns a list."""
+    `extra_infos` (or with one Arrow table, if it has a parameter `table`). It returns a list with one result per
+    row."""
 
     timeout_s: float | None = None
     """Time limit of one call, in seconds. Null takes `reward.timeout_s`."""
@@ -53,11 +54,11 @@ class OverlongBufferConfig:
     """DAPO's soft penalty on responses near the length limit."""
 
     enable: bool = False
-    """Add `min(0, -(L - (data.max_response_length - len)) / len * penalty_factor)` to the score of a response of L
-    tokens."""
+    """Add `min(0, -(L - (data.max_response_length - len)) / len * penalty_factor)` to the score of each response; L is
+    its length in tokens."""
 
     len: int = 0
-    """Tokens before `data.max_response_length` over which the penalty grows."""
+    """Number of tokens before `data.max_response_length` over which the penalty grows from 0 to `penalty_factor`."""
 
     penalty_factor: float = setting(1.0, at_least=0)
     """Penalty of a response of `data.max_response_length` tokens."""
@@ -68,7 +69,8 @@ class RepetitionPenaltyConfig:
     """Penalty on responses that repeat themselves."""
 
     factor: float = setting(0.0, at_least=0)
-    """Penalty of a response in which every n-gram is a repetition; in proportion to their share in others. 0: none."""
+    """Penalty of a response in which every n-gram is a repetition. In other responses the penalty is in proportion to
+    the share of repeated n-grams. 0: no penalty."""
 
     ngram: int = setting(4, at_least=1)
     """Length of an n-gram in tokens."""
@@ -76,14 +78,14 @@ class RepetitionPenaltyConfig:
 
 @dataclass
 class RateLimitConfig:
-    """Limits on calls of your own functions, for the whole run; built-in rules do not count. With a limit, the reward
-    stage is a single actor."""
+    """Limits on calls of your own reward functions, for the whole run; calls of built-in rules do not count. With a
+    limit, the reward stage is a single actor."""
 
     max_concurrent: int | None = setting(None, at_least=1)
-    """Most calls at the same time. Null: no limit."""
+    """Maximum number of calls at the same time. Null: no limit."""
 
     max_per_minute: int | None = setting(None, at_least=1)
-    """Most calls that begin within 60 seconds. Null: no limit."""
+    """Maximum number of calls that begin within 60 seconds. Null: no limit."""
 
     @property
     def used(self) -> bool:
@@ -93,14 +95,14 @@ class RateLimitConfig:
 
 @dataclass
 class RewardModelConfig:
-    """Model that scores responses. `scoring.reward_model` sets its resources."""
+    """Reward model, which scores responses. Its resources are set in `scoring.reward_model`."""
 
     path: str | None = setting(None, path="model")
-    """Hugging Face sequence-classification model with one label: a folder or a hub name. Its output is the score;
-    scores of `reward.functions` are added."""
+    """Hugging Face sequence-classification model with one label: a folder or a hub name. The output of the model is the
+    score, to which the scores of `reward.functions` are added."""
 
     weight: float = 1.0
-    """Factor of the model's output."""
+    """Weight of the model's output in the score."""
 
 
 @dataclass
@@ -119,37 +121,41 @@ class RewardConfig:
     """Keyword arguments of built-in rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
 
     timeout_s: float = setting(60.0, above=0)
-    """Time limit of one call, in seconds. After it the call's worker is killed and the row is an error."""
+    """Time limit of one call of a reward function, in seconds. If it is exceeded, the worker process of the call is
+    killed and the row is an error."""
 
     max_processes: int = setting(8, at_least=1)
-    """Most worker processes for plain functions in one reward task. All `async def` functions share one more."""
+    """Maximum number of worker processes for plain functions in one reward task. All `async def` functions share one
+    further process."""
 
     worker_memory_mb: int = setting(4096, at_least=1)
-    """Memory limit of a worker process, in MiB of resident memory. Above it the worker is killed and the row is an
+    """Limit of a worker process's resident memory, in MiB. If it is exceeded, the process is killed and the row is an
     error. Linux only."""
 
     num_cpus: float = setting(1, at_least=0)
-    """Ray CPUs of a reward task. Ray Data runs as many tasks as fit."""
+    """Ray CPUs of one reward task. Ray Data runs as many tasks at the same time as the CPUs allow."""
 
     max_error_rate: float = setting(0.1, at_least=0, at_most=1)
-    """Share of an iteration's rows whose reward may be an error. Above it the run ends."""
+    """Maximum fraction of an iteration's rows that may be errors of the reward. If more are, the run ends."""
 
     source_scale: dict[str, float] = field(default_factory=dict)
-    """Factors of the score by `data_source`; others have 1. This key and the keys below act on training rows only."""
+    """Factor of the score for each `data_source`; sources that are not named have 1. This key and the keys below act on
+    training rows only."""
 
     normalize: dict[str, list[Any]] = field(default_factory=dict)
-    """Means and standard deviations by `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the score becomes
-    `(score - 2.5) / 0.8`."""
+    """Mean and standard deviation of the scores for each `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the
+    score of rows of `my_source` becomes `(score - 2.5) / 0.8`."""
 
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
     length_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a response of `data.max_response_length` tokens; in proportion to the length of shorter ones."""
+    """Penalty of a response of `data.max_response_length` tokens. The penalty of a shorter response is in proportion to
+    its length."""
 
     repetition_penalty: RepetitionPenaltyConfig = field(default_factory=RepetitionPenaltyConfig)
 
     clip: list[float] | None = None
-    """Bounds of the score after all penalties, `[low, high]`. Null: no bounds."""
+    """Bounds `[low, high]` to which the score is clipped after all penalties. Null: no bounds."""
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 

@@ -11,7 +11,7 @@ class SamplingConfig:
     """Sampling of validation responses."""
 
     n: int = setting(1, at_least=1)
-    """Responses per validation prompt."""
+    """Number of responses per validation prompt."""
 
     temperature: float = setting(0.0, at_least=0, at_most=2)
     """Sampling temperature. 0 takes the likeliest token (greedy)."""
@@ -28,7 +28,7 @@ class RolloutConfig:
     """Engines that generate responses."""
 
     n: int = setting(8, at_least=1)
-    """Responses per training prompt (group size)."""
+    """Number of responses per training prompt (group size)."""
 
     temperature: float = setting(1.0, above=0, at_most=2)
     """Sampling temperature of training responses. The trainer's log-probs use the same one."""
@@ -40,11 +40,11 @@ class RolloutConfig:
     """Number of likeliest tokens to sample training responses from. -1: all."""
 
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response; they stay in it. The engine must then decode tokens while it generates, which is
-    slower."""
+    """Texts that end a response; the text is kept in the response. Generation is slower, since the engine must decode
+    tokens while it generates."""
 
     min_tokens: int = setting(0, at_least=0)
-    """Fewest tokens of a response: it cannot end earlier."""
+    """Minimum number of tokens in a response; it cannot end earlier."""
 
     ignore_eos: bool = False
     """Generate `data.max_response_length` tokens, past the end-of-sequence token. For benchmarks."""
@@ -52,61 +52,62 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     chunk_prompts: int = setting(16, at_least=1)
-    """Prompts in a chunk, the unit that stages pass on."""
+    """Number of prompts in a chunk. Stages of the pipeline pass on whole chunks."""
 
     num_engines: int = setting(1, at_least=1)
-    """Engines, each a Ray actor. In an elastic pool, their number at the start."""
+    """Number of engines; each is a Ray actor. In an elastic pool (`min_engines` below `max_engines`), the number at the
+    start."""
 
     min_engines: int | None = setting(None, at_least=1)
-    """Fewest engines of an elastic pool; the run needs room for them. Null takes `num_engines`."""
+    """Minimum number of engines of an elastic pool; the run needs resources for them. Null takes `num_engines`."""
 
     max_engines: int | None = setting(None, at_least=1)
-    """Most engines of an elastic pool. Null takes `num_engines`."""
+    """Maximum number of engines of an elastic pool. Null takes `num_engines`."""
 
     weight_update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
     """Time at which an engine takes new weights: `between_chunks`, so each response comes from one version, or
     `in_flight`, between two tokens (needs `algorithm.max_staleness` above 0)."""
 
     update_kv: str = setting("recompute", choices=("recompute", "keep"))
-    """KV cache of running responses after an update in flight: `recompute` it with the new weights, or `keep` the old
-    one at no cost."""
+    """KV cache of unfinished responses when weights change during generation (`weight_update=in_flight`): `recompute`
+    it with the new weights, or `keep` the old one at no cost."""
 
     chunks_in_flight: int = setting(0, at_least=0)
-    """Chunks that an engine works on at the same time. 0 takes its share of an iteration, or more if `max_num_seqs` has
-    room."""
+    """Number of chunks that an engine works on at the same time. 0: the engine's share of the chunks of an iteration,
+    or as many as fill `max_num_seqs`, whichever is more."""
 
     num_cpus: float = setting(1, at_least=0)
-    """Ray CPUs of an engine."""
+    """Ray CPUs of one engine."""
 
     num_gpus: float = setting(0, at_least=0)
-    """Ray GPUs of an engine: 0 is a CPU engine, below 1 shares a GPU."""
+    """Ray GPUs of one engine. 0: the engine runs on CPUs. Below 1: it shares a GPU."""
 
     tensor_parallel_size: int = setting(1, at_least=1)
-    """GPUs of one node over which an engine's model is split. Above 1, `num_gpus` must be 1."""
+    """Number of GPUs over which the model of an engine is split, all on one node. Above 1, `num_gpus` must be 1."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU engine. 0 takes `num_cpus`."""
+    """Number of compute threads of a CPU engine. 0 takes `num_cpus`."""
 
     dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
-    """Type of the engine's computation and of the weights sent to it."""
+    """Type of an engine's computation and of the weights sent to it."""
 
     gpu_memory_utilization: float = setting(0.5, at_least=0, at_most=1)
-    """Share of a GPU's memory for the engine's weights and KV cache."""
+    """Fraction of a GPU's memory for the weights and the KV cache of an engine."""
 
     sleep: bool = False
-    """Free a GPU engine's memory while it is idle, so engines and train workers can share GPUs."""
+    """Free the GPU memory of an engine while it is idle, so engines and train workers can share GPUs."""
 
     cpu_kvcache_space_gb: int = setting(1, at_least=1)
     """KV cache of a CPU engine, in GiB."""
 
     max_num_seqs: int = setting(256, at_least=1)
-    """Most sequences that an engine decodes at the same time."""
+    """Maximum number of sequences that an engine decodes at the same time."""
 
     max_num_batched_tokens: int = 8192
-    """Most tokens in one engine step."""
+    """Maximum number of tokens in one step of an engine."""
 
     enable_prefix_caching: bool = True
-    """Share the KV cache of equal prompt beginnings within one policy version."""
+    """Compute the KV cache of equal beginnings of prompts once per policy version."""
 
     enforce_eager: bool = False
     """Run the engine without CUDA graphs."""
@@ -125,12 +126,12 @@ class RolloutConfig:
 
     @property
     def fewest(self) -> int:
-        """Engines that the run needs."""
+        """Minimum number of engines, without which the run cannot start."""
         return self.num_engines if self.min_engines is None else self.min_engines
 
     @property
     def most(self) -> int:
-        """Engines that the run may have."""
+        """Maximum number of engines that the run may have."""
         return self.num_engines if self.max_engines is None else self.max_engines
 
     @property
@@ -139,7 +140,11 @@ class RolloutConfig:
         return self.fewest < self.most
 
     def in_flight(self, chunks_per_iteration: int) -> int:
-        """Return the number of chunks that one engine works on at the same time."""
+        """Return the number of chunks that one engine works on at the same time.
+
+        Args:
+            chunks_per_iteration: number of chunks in one iteration, over all engines.
+        """
         share = -(-chunks_per_iteration // self.num_engines)
         fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
         return self.chunks_in_flight or max(share, fill)

@@ -1,4 +1,4 @@
-"""Settings that a tree of dataclasses declares, and suggestions for a wrong name."""
+"""List the settings that a tree of dataclasses declares, and suggest a valid name for a wrong one."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from pipeline.config.renamed import RENAMED
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted name, type, default and the dataclass that declares it."""
+    """One setting: its dotted name, type and default, and `owner`, the dataclass that declares it."""
 
     name: str
     type: Any
@@ -29,8 +29,10 @@ def keys(schema: type) -> dict[str, Key]:
 
 
 def _keys(section: Any, prefix: str) -> Iterator[Key]:
-    """Yield the settings of an instance. Its defaults may differ from those in its class: a parent may override
-    them."""
+    """Yield the settings of `section`, an instance with default values, and of the sections in it.
+
+    Defaults are read from the instance, since a parent section may override the defaults of the class.
+    """
     types_of = typing.get_type_hints(type(section))
     for item in dataclasses.fields(section):
         name, value = prefix + item.name, getattr(section, item.name)
@@ -42,7 +44,7 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
 
 
 def value_of(tree: Any, name: str) -> Any:
-    """Return the value of the setting with this dotted name."""
+    """Return the value of the setting with the dotted name `name`."""
     for part in name.split("."):
         tree = getattr(tree, part)
     return tree
@@ -90,7 +92,7 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
 
 
 def no_longer(key: str, valid: dict[str, Key]) -> str | None:
-    """Return the reason if `key` is an old key or a section, and so not a setting; else None."""
+    """Return a sentence if `key` was removed or renamed, or is a section; else None."""
     if key in RENAMED:
         return f"the key {key} no longer exists: {RENAMED[key]}"
     inside = [name for name in valid if name.startswith(key + ".")]

@@ -5,47 +5,49 @@ from dataclasses import dataclass, field
 from pipeline.config.bounds import setting
 
 REPLICAS, TRAIN_WORKERS = "replicas", "train_workers"
-"""Places of the reference policy."""
+"""Values of `scoring.reference.placement`: in replicas of the scoring stage, or in the train workers."""
 
 
 @dataclass
 class ScorerConfig:
-    """One pool of model replicas."""
+    """One pool of model replicas that score rows."""
 
     num_workers: int = setting(1, at_least=1)
-    """Replicas, each a Ray actor with a whole model."""
+    """Number of replicas; each is a Ray actor with a whole model."""
 
     num_cpus: float = setting(1, at_least=0)
-    """Ray CPUs of a replica."""
+    """Ray CPUs of one replica."""
 
     num_gpus: float = setting(0, at_least=0, at_most=1)
-    """Ray GPUs of a replica: 0 is a CPU replica, below 1 shares a GPU."""
+    """Ray GPUs of one replica. 0: the replica runs on CPUs. Below 1: it shares a GPU."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU replica. 0 takes `num_cpus`."""
+    """Number of compute threads of a CPU replica. 0 takes `num_cpus`."""
 
     dtype: str | None = setting(None, choices=(None, "float32", "bfloat16", "float16"))
-    """Type of the replica's computation. Null takes `fsdp.param_dtype`; if that is null too, bfloat16 on GPUs and
-    `model.dtype` on CPUs."""
+    """Type of the replica's computation. Null takes `fsdp.param_dtype` of the actor or critic; if that is null too,
+    bfloat16 on GPUs and `model.dtype` on CPUs."""
 
     max_token_len: int = 16384
-    """Most tokens in one forward pass; padding counts, in models that cannot attend over packed rows."""
+    """Maximum number of tokens in one forward pass. Padding counts too, if the model cannot attend over packed rows."""
 
 
 @dataclass
 class ReferenceConfig(ScorerConfig):
-    """Frozen reference policy."""
+    """Reference policy, which is not trained."""
 
     path: str | None = setting(None, path="model")
     """Hugging Face model: a folder or a hub name. Null takes `model.path`."""
 
     placement: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
-    """Place of the reference. `replicas`: whole models in Ray actors, which score rows before the advantages.
-    `train_workers`, for a KL in the loss: one model, sharded like the policy; with adapters and no `path`, the policy
-    without its adapter. Null: train workers if that needs no second model, else replicas."""
+    """Processes that run the reference policy. `replicas`: Ray actors, each with a whole model, which score rows before
+    advantages are computed. `train_workers`, for a KL in the loss: one model, sharded like the policy; with adapters
+    and no `path`, it is the policy without its adapter. Null: train workers if that needs no second model, else
+    replicas."""
 
     offload: bool = False
-    """Keep the sharded model of `placement=train_workers` in host memory; each layer visits the GPU when it is used."""
+    """With `placement=train_workers`: keep the sharded model in host memory, and copy each layer to the GPU when it is
+    used."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ def _optim() -> OptimConfig:
 
 @dataclass
 class SupervisedDataConfig:
-    """The rows to learn from."""
+    """Training and validation data: files, order and limits."""
 
     train_files: Any = setting(None, path="files")
     """Parquet files of training rows: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
@@ -23,16 +23,16 @@ class SupervisedDataConfig:
     """Parquet files of validation rows, given like `train_files`. Null: no validation."""
 
     train_batch_size: int = setting(64, at_least=1)
-    """Rows per optimiser step, over all workers."""
+    """Number of rows per optimiser step, over all workers."""
 
     max_length: int = setting(2048, at_least=2)
-    """Longest conversation, in tokens. Longer ones: see `truncation`."""
+    """Maximum length of a conversation, in tokens. For longer conversations see `truncation`."""
 
     shuffle: bool = True
     """Shuffle row groups, and rows within them, in each epoch."""
 
     val_max_samples: int = -1
-    """Validation rows to use, from the first on. -1: all."""
+    """Number of validation rows to use, from the first on. -1: all."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the tokenizer's `apply_chat_template`."""
@@ -43,49 +43,50 @@ class SupervisedTrainerConfig:
     """Length and resources of the run."""
 
     total_epochs: int = setting(1, at_least=1)
-    """Passes over the training data."""
+    """Number of passes over the training data."""
 
     total_training_steps: int | None = setting(None, at_least=1)
-    """Optimiser steps in all; if set, `total_epochs` is ignored."""
+    """Total number of optimiser steps; if set, `total_epochs` is ignored."""
 
     seed: int = 1
     """Seed of the order of rows."""
 
     num_workers: int = setting(1, at_least=1)
-    """Ray Train workers (FSDP ranks). Their number changes the speed, not the result."""
+    """Number of Ray Train workers (FSDP ranks). It changes the speed, not the result."""
 
     use_gpu: bool = False
     """Give each worker one GPU."""
 
     cpus_per_worker: float = setting(1.0, above=0)
-    """Ray CPUs of a worker."""
+    """Ray CPUs of one worker."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU worker. 0 takes `cpus_per_worker`."""
+    """Number of compute threads of a CPU worker. 0 takes `cpus_per_worker`."""
 
     ray_num_cpus: int | None = setting(None, at_least=1)
-    """CPUs of a local Ray. Null takes the machine's, or more if the workers need more. Does nothing on a cluster that
-    is joined."""
+    """Number of CPUs that a local Ray reports. Null takes the machine's number, or more if the workers need more. Has
+    no effect if the run joins an existing cluster."""
 
     max_token_len_per_gpu: int = setting(16384, at_least=1)
-    """Most tokens in one forward pass of a worker; padding counts, in models that cannot attend over packed rows."""
+    """Maximum number of tokens in one forward pass of a worker. Padding counts too, if the model cannot attend over
+    packed rows."""
 
     grad_clip: float = setting(1.0, above=0)
-    """Largest gradient norm. Gradients with a larger norm are scaled down to it."""
+    """Maximum gradient norm. Gradients with a larger norm are scaled down to it."""
 
     test_freq: int = -1
-    """Steps between validations. -1: only at the end."""
+    """Number of optimiser steps between validations. -1: only at the end."""
 
     data_timeout: float = setting(600.0, above=0)
-    """Longest wait for the next rows and for other workers, in seconds."""
+    """Maximum wait for the next rows and for other workers, in seconds."""
 
     start_timeout: float = setting(600.0, above=0)
-    """Longest wait until all workers have started, in seconds."""
+    """Maximum wait until all workers have started, in seconds."""
 
 
 @dataclass
 class SupervisedConfig:
-    """All settings of a run."""
+    """Settings that the jobs `sft`, `reward_model` and `dpo` share."""
 
     out: str | None = setting(None, path="files")
     """Folder for the trained model. On a cluster, all nodes must share it."""
@@ -108,17 +109,17 @@ class SupervisedConfig:
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
-    """The conversations to learn from."""
+    """Conversations to learn from: their columns and their maximum length."""
 
     messages_key: str = "messages"
-    """Column of the conversation: chat messages. The assistant's messages are learnt, except those whose `loss_mask` is
-    0."""
+    """Column of the conversation: chat messages. The loss counts the assistant's messages, except messages with a
+    `loss_mask` of 0."""
 
     tools_key: str = "tools"
-    """Column of the schemas of the conversation's tools, as a list or as JSON text. Files need not have it."""
+    """Column of the schemas of the conversation's tools, as a list or as JSON text. The column may be missing."""
 
     enable_thinking_key: str = "enable_thinking"
-    """Column of the chat template's argument `enable_thinking`: true, false or null. Files need not have it."""
+    """Column of the chat template's argument `enable_thinking`: true, false or null. The column may be missing."""
 
     truncation: str = setting("error", choices=("error", "right"))
     """Treatment of a conversation longer than `max_length`: `error` ends the run, `right` cuts its end."""
@@ -129,7 +130,7 @@ class SFTTrainerConfig(SupervisedTrainerConfig):
     """Length and resources of the run."""
 
     logits_chunk_tokens: int = setting(1024, at_least=1)
-    """Tokens whose logits are in memory at a time. It bounds the memory that a large vocabulary takes."""
+    """Number of tokens whose logits are in memory at a time. It limits the memory that a large vocabulary takes."""
 
 
 @dataclass
@@ -146,27 +147,27 @@ class PairDataConfig(SupervisedDataConfig):
     """Columns of preference pairs."""
 
     prompt_key: str | None = "prompt"
-    """Column of the prompt: chat messages, or the user's text. Without such a column, or with null, the two sides hold
-    whole conversations."""
+    """Column of the prompt: chat messages, or the user's text. If the column is missing, or the key is null, the
+    columns `chosen_key` and `rejected_key` hold whole conversations."""
 
     chosen_key: str = "chosen"
-    """Column of the preferred side: chat messages, or the assistant's text."""
+    """Column of the preferred response: chat messages, or the assistant's text."""
 
     rejected_key: str = "rejected"
-    """Column of the other side, in the same form as `chosen_key`."""
+    """Column of the rejected response, in the same form as the preferred one."""
 
 
 @dataclass
 class PreferenceDataConfig(PairDataConfig):
-    """The preference pairs to learn from."""
+    """Data of preference pairs for a reward model: files, columns and limits."""
 
     margin_key: str | None = None
-    """Column of margins, numbers: the difference that the reward of the preferred side should have over the other's.
-    Null: 0."""
+    """Column of margins, as numbers: the amount by which the reward of the preferred response should exceed the reward
+    of the rejected one. Null: all margins are 0."""
 
     truncation: str = setting("error", choices=("error", "left", "drop"))
-    """Treatment of a conversation longer than `max_length`: `error` ends the run, `left` cuts its start (the reward is
-    read at its end), `drop` leaves the pair out and counts it."""
+    """Treatment of a conversation longer than `max_length`: `error` ends the run, `left` cuts the start of the
+    conversation (the reward is read at the end), `drop` leaves the pair out and counts it."""
 
 
 @dataclass

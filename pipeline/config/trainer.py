@@ -10,13 +10,13 @@ from pipeline.config.bounds import setting
 
 @dataclass
 class DeadlineConfig:
-    """Longest waits, in seconds. A longer wait ends the run with a sentence that names the key."""
+    """Time limits, in seconds. If one is exceeded, the run ends with an error that names its key."""
 
     engine_start: float = setting(900.0, above=0)
-    """Start of an engine with its model, and of `agent.min_hosts` hosts with your files."""
+    """Start of an engine with its model, and start of `agent.min_hosts` hosts with the files of your code."""
 
     admission: float = setting(1800.0, above=0)
-    """Wait of a chunk for the policy version that may generate it."""
+    """Wait of a chunk until the trainer has published a policy version that is new enough to generate it."""
 
     chunk: float = setting(1800.0, above=0)
     """Generation of one chunk."""
@@ -25,35 +25,35 @@ class DeadlineConfig:
     """Wait of the trainer for the next chunk of rows."""
 
     publish: float = setting(600.0, above=0)
-    """Publication of weights: from the first rank's to the last rank's."""
+    """Publication of weights, from the first train worker that publishes to the last."""
 
     checkpoint: float = setting(1800.0, above=0)
-    """Copy of a checkpoint to storage, or from it."""
+    """Copying of a checkpoint to storage or from storage."""
 
     train_start: float = setting(3600.0, above=0)
     """Start of the train workers, at the beginning or after a failure."""
 
     collective: float = setting(5400.0, above=0)
-    """Wait of a train worker for the others in a collective operation. Must be above `rows` and `checkpoint`."""
+    """Wait of a train worker for the other workers in a collective operation. Must be above `rows` and `checkpoint`."""
 
     store: float = setting(120.0, above=0)
-    """Restart of a policy store that died."""
+    """Restart of a policy store (the actor that holds published weights) that died."""
 
 
 PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
-"""Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
+"""Stages that `trainer.placement` may name; `reward` stands for all Ray tasks outside of actors."""
 
 LONGEST_NAME = 200
-"""Longest name of a run, in bytes. Names of files begin with it, and a file system takes 255."""
+"""Maximum length of a run's name, in bytes. Names of files begin with it, and file systems allow 255 bytes."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with options of torch's allocator."""
+"""Names of the environment variables with options of torch's allocator."""
 
 FILES = ("model", "prompts", "code")
-"""Kinds of files that a run reads."""
+"""Kinds of input files of a run: values of `trainer.accept_changed`."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
-"""Trackers, and the Python package that each needs."""
+"""Trackers, each with the Python package that it needs."""
 
 
 @dataclass
@@ -73,60 +73,60 @@ class TrainerConfig:
     """Seed of prompt order, sampling and all other random choices."""
 
     total_epochs: int = setting(1, at_least=1)
-    """Passes over the training prompts."""
+    """Number of passes over the training prompts."""
 
     total_training_steps: int | None = setting(None, at_least=1)
-    """Iterations in all; if set, `total_epochs` is ignored."""
+    """Total number of iterations; if set, `total_epochs` is ignored."""
 
     num_workers: int = setting(1, at_least=1)
-    """Ray Train workers (FSDP ranks)."""
+    """Number of Ray Train workers (FSDP ranks)."""
 
     use_gpu: bool = False
     """Give each train worker a GPU."""
 
     gpus_per_worker: float = setting(1.0, above=0, at_most=1)
-    """Ray GPUs of a train worker, with `use_gpu`. Below 1, engines or replicas can share the GPU."""
+    """Ray GPUs of one train worker, with `use_gpu`. Below 1, engines or replicas can share the GPU."""
 
     cpus_per_worker: float = setting(1, at_least=0)
-    """Ray CPUs of a train worker."""
+    """Ray CPUs of one train worker."""
 
     num_threads: int = setting(0, at_least=0)
-    """Compute threads of a CPU train worker. 0 takes `cpus_per_worker`."""
+    """Number of compute threads of a CPU train worker. 0 takes `cpus_per_worker`."""
 
     stream_gradients: bool | None = None
-    """Accumulate gradients over the first chunks of an iteration while the others are generated; the result is the same
-    up to rounding. Null: if possible (`--dry-run` shows it)."""
+    """Compute gradients of the first chunks of an iteration while the others are generated; the result is the same up
+    to rounding. Null: true if the other settings allow it (`--dry-run` shows whether)."""
 
     ray_num_cpus: int | None = setting(None, at_least=1)
-    """CPUs of a local Ray. Null takes the machine's. A larger number is allowed, since phases of an on-policy run
-    alternate."""
+    """Number of CPUs that a local Ray reports. Null takes the machine's number. A larger number is allowed, since
+    generation and training of an on-policy run alternate."""
 
     object_store_gb: float | None = setting(None, above=0)
-    """Object store of a local Ray, in GiB. Null takes Ray's default."""
+    """Size of the object store of a local Ray, in GiB. Null takes Ray's default."""
 
     val_before_train: bool = True
     """Validate the initial policy."""
 
     test_freq: int = setting(-1, at_least=1, or_value=-1)
-    """Iterations between validations. -1: only before and after training."""
+    """Number of iterations between validations. -1: only before and after training."""
 
     save_freq: int = setting(-1, at_least=1, or_value=-1)
-    """Iterations between checkpoints. -1: only at the end and at Ctrl-C."""
+    """Number of iterations between checkpoints. -1: only at the end and at Ctrl-C."""
 
     max_ckpt_to_keep: int = setting(2, at_least=1)
-    """Number of newest checkpoints that are kept."""
+    """Number of checkpoints to keep, from the newest on."""
 
     best_metric: str | None = None
-    """Validation metric whose best checkpoint is kept too, such as `val-core/countdown/acc/mean@1`. Only versions that
-    are validated and saved count."""
+    """Validation metric, such as `val-core/countdown/acc/mean@1`. The checkpoint with the best value is kept too, out
+    of the policy versions that are both validated and saved."""
 
     best_metric_mode: str = setting("max", choices=("max", "min"))
-    """Order of `best_metric`: `max` keeps the checkpoint with the largest, `min` with the smallest."""
+    """Best value of `best_metric`: the largest (`max`) or the smallest (`min`)."""
 
     resume: str = setting("auto", path="resume")
-    """Start of the run. `auto` continues the run of this name from its newest checkpoint; `never` refuses an existing
-    run. A folder or URL of a checkpoint, or of a run, begins a new run with the weights of its actor and critic, and
-    nothing else ([clusters.md](clusters.md#a-new-run-from-a-policy))."""
+    """Start of the run. `auto`: continue the run with this name from its newest checkpoint, if it exists. `never`: end
+    with an error if the run exists. A folder or URL of a checkpoint or of another run: begin a new run with the weights
+    of that actor and critic, and nothing else ([clusters.md](clusters.md#a-new-run-from-a-policy))."""
 
     accept_changed: list[str] = field(default_factory=list)
     """Kinds of files that may have changed since the run began: any of `model`, `prompts` and `code`. With other
@@ -136,36 +136,38 @@ class TrainerConfig:
     """Folder or URL for checkpoints, which go to `STORAGE_PATH/experiment_name/checkpoints`. Null: the run's folder."""
 
     max_failures: int = setting(3, at_least=-1)
-    """Restarts of the train workers without a new checkpoint between them; one more failure ends the run. -1: any
-    number ([clusters.md](clusters.md#restarts-of-the-train-workers))."""
+    """Maximum number of restarts of the train workers without a new checkpoint between them; one more failure ends the
+    run. -1: no limit ([clusters.md](clusters.md#restarts-of-the-train-workers))."""
 
     max_nonfinite_steps: int = setting(10, at_least=0)
-    """Consecutive optimiser steps that may have a gradient that is not finite. These steps are skipped; one more ends
-    the run."""
+    """Maximum number of consecutive optimiser steps with a gradient that is not finite. These steps are skipped; one
+    more ends the run."""
 
     max_log_prob_gap: float | None = setting(None, infinite=True, above=0)
-    """Largest allowed difference between the engine's and the trainer's log-prob of a token. A larger one ends the run.
-    Null: it is only reported."""
+    """Maximum difference between the log-probs of the engine and of the trainer for one token. A larger difference ends
+    the run. Null: differences are only reported."""
 
     handshake: str = setting("refuse", choices=("refuse", "warn"))
-    """Reaction if, before the first iteration, engine and trainer give different log-probs for the same rows, and a
-    change of attention or packing does not help: `refuse` ends the run, `warn` trains nevertheless."""
+    """Reaction if engine and trainer give different log-probs for the same rows before the first iteration, and another
+    attention implementation or no packing does not help. `refuse` ends the run, `warn` trains nevertheless."""
 
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     """Trackers of metrics, in addition to `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
 
     log_samples: int = setting(8, at_least=0)
-    """Rows in the tracker's table of samples, per validation and per 10 iterations."""
+    """Number of rows in the trackers' table of samples, per validation and per 10 iterations."""
 
     log_traces: int = setting(2, at_least=0, at_most=100)
-    """Rows that MLflow gets as [traces](monitoring.md#mlflow), per iteration and per validation."""
+    """Number of rows that are written to MLflow as [traces](monitoring.md#mlflow), per iteration and per validation."""
 
     weight_bucket_mb: int = setting(64, at_least=1)
-    """Size of a weight buffer, in MiB. The next buffer is stored or fetched while one is filled or loaded."""
+    """Size of a buffer in which weights are sent to the engines, in MiB. One buffer is sent while the next is
+    filled."""
 
     weight_transport: str = setting("object_store", choices=("object_store", "nixl"))
-    """Transport of weights to the engines: `object_store` (Ray's), or `nixl` (`pip install nixl`), which reads the
-    train workers' memory and keeps `algorithm.max_staleness + 2` copies there; it has not run on a GPU yet."""
+    """Transport of weights to the engines. `object_store`: Ray's object store. `nixl` (`pip install nixl`): engines
+    read the memory of the train workers, which keep `algorithm.max_staleness + 2` copies of the weights; it has not run
+    on a GPU yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
@@ -182,7 +184,7 @@ class TrainerConfig:
         return self.gpus_per_worker if self.use_gpu else 0.0
 
     def placed(self, stage: str) -> dict[str, str] | None:
-        """Return the labels of the nodes that the stage may run on; None for any node."""
+        """Return the labels that a node must have to run the stage `stage`; None if it may run on any node."""
         return self.placement.get(stage) or None
 
     def problems(self) -> dict[str, object]:

@@ -37,11 +37,11 @@ LEFT_OUT = (
     *("split", "chunk", "iteration", "epoch", "prompt_index"),
     *("response_mask", "policy_version", "version_runs", "load_s", "kl_coef"),
 )
-"""Columns of a row that are meaningless outside a run."""
+"""Columns of a row that mean nothing outside a run, and are not stored."""
 
 
 def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
-    """Describe an evaluation in JSON's types: settings, and fingerprints of the files that they name."""
+    """Describe an evaluation as JSON data: the settings, and fingerprints of the files that they name."""
     made = fingerprints(config)
     description = {
         "prompt_files": list(files),
@@ -52,7 +52,7 @@ def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
 
 
 def digest(description: Mapping[str, Any]) -> str:
-    """Return eight hexadecimal digits that identify a description, for any location of its files."""
+    """Hash a description to eight hexadecimal digits, independent of where its files are."""
     known = _known(description)
     settings = {key: names(value) for key, value in description["settings"].items() if not known.compares(key)}
     # Rows come in the order of their files.
@@ -61,14 +61,14 @@ def digest(description: Mapping[str, Any]) -> str:
 
 
 class Folder:
-    """The folder at `path`; it need not exist."""
+    """The folder of an evaluation at `path`; it need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.responses = path / "responses"
 
     def check(self, description: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if the folder cannot be written, or holds something else or another evaluation."""
+        """Raise `ConfigError` if the folder cannot be written, or holds other files or another evaluation."""
         nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             reason = "is not writable" if nearest.is_dir() else "is a file"
@@ -97,19 +97,20 @@ class Folder:
             )
 
     def begin(self, description: Mapping[str, Any]) -> None:
-        """Make the folder."""
+        """Create the folder and write the description."""
         self.responses.mkdir(parents=True, exist_ok=True)
         self._write(DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
     def parts(self) -> dict[int, Path]:
-        """Return the files of the finished chunks, by the chunk's number, in order."""
+        """Return the files of the finished chunks, by number of the chunk, in order."""
         paths = sorted(self.responses.glob("part-*.parquet"))
         return {int(path.stem.removeprefix("part-")): path for path in paths}
 
     def read(self, summary: Summary) -> frozenset[int]:
-        """Add the existing responses to `summary`; returns the numbers of their chunks.
+        """Add the stored responses to `summary`; returns the numbers of their chunks.
 
-        Raises ConfigError if a file cannot be read.
+        Raises:
+            ConfigError: a file cannot be read.
         """
         parts = self.parts()
         for path in parts.values():
@@ -125,7 +126,7 @@ class Folder:
         return frozenset(parts)
 
     def result(self) -> dict[str, Any]:
-        """Read `metrics.json`; empty if it does not exist, or if parts have come or gone since."""
+        """Read `metrics.json`. Returns an empty dict if there is none, or if the number of parts has changed since."""
         path = self.path / "metrics.json"
         try:
             known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -135,7 +136,7 @@ class Folder:
         return known if known.get("parts") == len(self.parts()) else {}
 
     def add(self, chunk: int, rows: pa.Table) -> None:
-        """Keep the responses of a chunk."""
+        """Store the responses of a chunk."""
         path = self.responses / f"part-{chunk:06d}.parquet"
         unfinished = path.with_name(f".{path.name}.tmp")
         kept = rows.drop_columns([name for name in LEFT_OUT if name in rows.column_names])
@@ -143,7 +144,7 @@ class Folder:
         unfinished.replace(path)
 
     def report(self, metrics: Mapping[str, Any], table: Iterable[Mapping[str, Any]]) -> list[Path]:
-        """Write the result; returns its files."""
+        """Write `metrics.json` and `table.csv`; returns their paths."""
         rows = list(table)
         names = list(dict.fromkeys(name for row in rows for name in row))
         self._write("metrics.json", json.dumps(metrics, indent=2) + "\n")

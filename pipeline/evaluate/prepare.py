@@ -30,10 +30,10 @@ from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
 CHECKED_PROMPTS = 256
-"""Number of prompts that are made before anything starts; the others are checked as they are read."""
+"""Number of prompts that are encoded and checked before anything starts; the others are checked as they are read."""
 
 EVALUATIONS = "evaluations"
-"""Folder of evaluations: in the run's folder, or without a run in the current one."""
+"""Name of the folder of evaluations, in the run's folder or, without a run, in the current folder."""
 
 
 @dataclass
@@ -41,44 +41,46 @@ class Evaluation:
     """A checked evaluation, ready to begin."""
 
     config: Config
-    """Settings from `settings.used`."""
+    """Settings from `settings.used`, which are all that an evaluation reads."""
     plan: Plan
     folder: Folder
     pages: Pages
     name: str
     run_dir: Path
-    """The evaluated run, whose MLflow store tracks the evaluation; without a run, the result's folder."""
+    """Folder of the evaluated run, whose MLflow store tracks the evaluation; without a run, the folder of the
+    result."""
     iteration: int
-    """The iteration of its run that the model has reached; 0 without a run."""
+    """Iteration of the run that produced the model; 0 without a run."""
     prompts: int
     """Number of rows of the prompt files, including rows that will be left out as too long or unusable."""
     set_aside: str
-    """Findings of `check_assertions`."""
+    """Findings of `check_assertions` as a sentence; "" if there are none."""
     description: dict[str, Any]
     ends: str
-    """A line on the tokens that end responses."""
+    """A line on the tokens that end responses, for the terminal."""
     notes: list[str]
-    """Sentences on columns, fields and files of weights that nothing reads."""
+    """Notes on columns, fields and files of weights that are not read."""
     summary: Summary = field(repr=False)
-    """Summary of the existing responses."""
+    """Metrics of the responses so far; at first of the stored ones."""
     tokens_per_s: float | None = None
-    """Response tokens per second, since the first engine began to generate; if all existed, of the last generation."""
+    """Response tokens per second since the first engine began to generate; of the last generation if all responses
+    existed. None if it is not known."""
 
     @property
     def complete(self) -> bool:
-        """True if all responses exist."""
+        """True if all responses are stored."""
         return bool(self.folder.result().get("complete"))
 
 
 def prepare(
     config: Config, iteration: int = 0, run_dir: Path | None = None, out: Path | None = None, k: str | None = None
 ) -> Evaluation:
-    """Check an evaluation, down to a call of its reward, without starting or writing anything.
+    """Check an evaluation, including a call of its reward function, without starting or writing anything.
 
     Args:
         config: the result of `settings.used`, all paths absolute.
-        iteration: the iteration of its run that the model has reached.
-        run_dir: the evaluated run.
+        iteration: the run's iteration from which the model is.
+        run_dir: folder of the evaluated run.
         out: folder of the result; None derives one from the evaluation's description.
         k: the option `--k`.
 

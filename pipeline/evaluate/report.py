@@ -1,4 +1,4 @@
-"""The result of an evaluation: the table on the terminal, the content of `metrics.json`, and names for the trackers."""
+"""The result of an evaluation: the table on the terminal, `metrics.json`, and the names of metrics for the trackers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 100_000
 ALL = "all"
-"""Name of all data sources together in the tables."""
+"""Name of the row of all data sources together in the tables."""
 MISSING = "acc/missing_rate"
 COUNTS = (
     ("prompts", "prompts", ",.0f"),
@@ -25,11 +25,12 @@ COUNTS = (
     ("turns", "turns/mean", ",.1f"),
     ("cut off", "response_length/clip_ratio", ".1%"),
 )
-"""Rows of the terminal's table below the scores: label, metric and format."""
+"""Rows of the terminal's table below the scores: (label, metric, format)."""
 
 
 def rows(summary: Summary) -> list[dict[str, Any]]:
-    """Return one row with all metrics per data source, and with several sources one for all of them."""
+    """Return one row with all metrics per data source and, if there are several sources, one for all of them
+    together."""
     sources: list[dict[str, Any]] = [
         {"source": source, "judged_by": summary.judged_by(source), **metrics}
         for source, metrics in summary.by_source().items()
@@ -41,7 +42,7 @@ def rows(summary: Summary) -> list[dict[str, Any]]:
 
 
 def print_table(summary: Summary, console: Console) -> None:
-    """Print one column per row of `rows`, without pass@1, maj@1 and maj@2, which equal the mean.
+    """Print a table with one column per data source, without pass@1, maj@1 and maj@2, which equal the mean.
 
     If the terminal is too narrow, `console` is made wider, so that no number is shortened.
     """
@@ -63,7 +64,12 @@ def print_table(summary: Summary, console: Console) -> None:
 
 
 def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
-    """Return the content of `metrics.json`; `complete` marks whether all responses exist."""
+    """Make the content of `metrics.json`.
+
+    Args:
+        evaluation: the evaluation.
+        complete: true if all responses exist.
+    """
     summary = evaluation.summary
     return {
         "complete": complete,
@@ -85,7 +91,8 @@ def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
 def tracked(summary: Summary) -> dict[str, float]:
     """Return the metrics under the trackers' names: `eval/SOURCE/NAME`, and `eval-all/NAME` for all prompts together.
 
-    `eval/SOURCE//NAME` separates names that would be equal: `score/mean` of the source `a`, `mean` of `a/score`.
+    Names that would be equal are kept apart by `eval/SOURCE//NAME`: `score/mean` of the source `a`, `mean` of
+    `a/score`.
     """
     named: dict[str, float] = {}
     for source, metrics in summary.by_source().items():

@@ -1,4 +1,4 @@
-"""The driver of an evaluation: it keeps each chunk of scored responses that arrives, and adds it up.
+"""The driver of an evaluation: it stores each chunk of scored responses that arrives, and adds it to the metrics.
 
 existing parts ─► summary        stream ─► chunk ─► part ─► summary ─► next chunk
 """
@@ -20,10 +20,17 @@ SHOWN_EVERY_S = 5.0
 
 
 def generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[Rollout] = Rollout) -> None:
-    """Generate and score the missing chunks into the evaluation's folder and summary; Ray is running.
+    """Generate and score the missing chunks, store them in the evaluation's folder, and add them to its summary.
+
+    Ray must be running.
+
+    Args:
+        evaluation: the evaluation.
+        console: the progress on the terminal.
+        rollout_stage: class of the rollout stage; tests replace it.
 
     Raises:
-        TimeoutError: no chunk came within `trainer.deadlines.rows`.
+        TimeoutError: no chunk arrived within `trainer.deadlines.rows`.
         Exception: any exception of a stage.
     """
     hosts = Hosts.start(evaluation.config.agent, evaluation.config.trainer)

@@ -1,8 +1,8 @@
 """The settings of a training run that an evaluation reads.
 
 An evaluation uses the same settings as training, so its prompts, samples and rewards are the same. Every setting that
-an evaluation does not read is put back to its default (`used`), so no key of the trainer has to make sense for a model
-to be evaluated.
+an evaluation does not read is reset to its default (`used`), so that settings of the trainer cannot make an evaluation
+fail.
 """
 
 import copy
@@ -28,7 +28,7 @@ RESULT = (
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
     *("agent.", "trainer.seed"),
 )
-"""Settings that change responses or scores; a prefix that ends in a dot covers its section."""
+"""Settings that change responses or scores. A name that ends in a dot stands for all settings of its section."""
 
 LAYOUT = (
     "data.max_bad_rows",
@@ -43,7 +43,7 @@ LAYOUT = (
     *(f"trainer.{key}" for key in ("project_name", "logger", "ray_num_cpus", "object_store_gb")),
     *(f"trainer.{key}" for key in ("deadlines.", "env_vars")),
 )
-"""Settings of resources and reports."""
+"""Settings of resources and reports, which change no response and no score."""
 
 
 def used(config: Config) -> Config:
@@ -61,15 +61,20 @@ def used(config: Config) -> Config:
 
 
 def result_settings(config: Config) -> dict[str, object]:
-    """Return the settings that change responses or scores, by name."""
+    """Return the settings that change responses or scores, by full name."""
     return {key: value_of(config, key) for key in keys(Config) if _among(key, RESULT)}
 
 
 def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = None) -> tuple[Config, int]:
-    """Load the settings of a run with `overrides` laid over them, to evaluate its last model.
+    """Load the settings of a run and apply `overrides`, to evaluate the run's last model.
+
+    Args:
+        run_dir: folder of the run.
+        overrides: settings as on the command line, KEY=VALUE.
+        config_dir: folder of configuration files.
 
     Returns:
-        the settings, and the iteration that the model has reached (0 if `overrides` name another model).
+        The settings, and the iteration that the model has reached (0 if `overrides` name another model).
 
     Raises:
         ConfigError: the folder holds no run, or a run that has not saved a model yet, or an override does not fit.
@@ -93,7 +98,7 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
 
 
 def checked(config: Config) -> Plan:
-    """Check the result of `used`, and make its plan as a run's, without the trainer.
+    """Check the result of `used`, and make the plan of a run from it, without the trainer's stage.
 
     Raises:
         ConfigError: settings are missing or do not allow an evaluation.
@@ -136,8 +141,8 @@ def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
 
 
 def in_flight(config: Config) -> int:
-    """Return the chunks that one engine works on at a time: twice a full load, so that it stays full while chunks
-    end."""
+    """Return the number of chunks that one engine works on at a time: twice a full load, so that the engine stays full
+    while chunks end."""
     rollout = config.rollout
     return rollout.in_flight(2 * rollout.in_flight(1) * rollout.num_engines)
 

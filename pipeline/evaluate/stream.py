@@ -27,12 +27,12 @@ from pipeline.stream import WHOLE, engines, rewarded, set_context, source
 
 @dataclass(frozen=True)
 class Pages:
-    """The division of chunks into pages, because Ray Data can hold only a limited number of pages."""
+    """The division of chunks into pages, the rows of the stream's source: Ray Data can hold only a limited number."""
 
     chunks: int
-    """Number of chunks of all prompts; fewer are made if prompts are left out."""
+    """Number of chunks if all prompts are used; fewer are made if prompts are left out."""
     done: frozenset[int] = frozenset()
-    """Numbers of the evaluated chunks."""
+    """Numbers of the chunks that are evaluated already."""
 
     @property
     def page_chunks(self) -> int:
@@ -44,13 +44,13 @@ class Pages:
 
 
 class EvaluationPrompts:
-    """The one actor of the prompt stage.
+    """The prompt stage, which has one actor: makes the prompts of a page's chunks.
 
     Args:
         config: the settings.
-        pages: the chunks.
+        pages: the pages, with the finished chunks.
         iteration: the evaluated policy version.
-        out: folder in which unusable rows are set aside.
+        out: folder to which unusable rows are written.
     """
 
     def __init__(self, config: Config, pages: Pages, iteration: int, out: str) -> None:
@@ -59,7 +59,7 @@ class EvaluationPrompts:
         self._next = -1
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the rows of one page's unfinished chunks; none after the last prompt."""
+        """Return the prompts of a page's unfinished chunks; no rows after the last prompt."""
         size = self._pages.page_chunks
         first = table["id"][0].as_py() * size
         if first != self._next:
@@ -73,7 +73,7 @@ class EvaluationPrompts:
         return pa.concat_tables(rows)
 
     def _seek(self, first: int) -> None:
-        """Go to chunk `first`; an actor that was restarted reads the files again up to there."""
+        """Read the files again up to the chunk `first`; needed by an actor that was restarted."""
         config = self._config
         _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed, self._out)
         assert loader is not None
@@ -83,9 +83,9 @@ class EvaluationPrompts:
 
 
 class FixedPolicy:
-    """The policy of an engine that has read its weights from the model's folder: every chunk may start at once.
+    """The policy source of an engine that has read its weights from the model's folder: admits every chunk at once.
 
-    Its version is the one that an engine has before it loads any, so none is ever loaded.
+    The tickets name the version that an engine has at its start, so engines never load another one.
     """
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
@@ -97,7 +97,7 @@ class FixedPolicy:
         """Do nothing; never called, because no weights are loaded."""
 
     async def greet(self, greeting: Greeting) -> None:
-        """Do nothing; never called, because no ticket requests it."""
+        """Do nothing; never called, because no ticket requests a handshake."""
 
 
 def build(
@@ -112,11 +112,11 @@ def build(
 
     Args:
         config: the result of `settings.used`.
-        pages: the chunks, with the finished ones.
+        pages: the pages, with the finished chunks.
         iteration: the evaluated policy version.
-        out: folder in which unusable prompts are set aside.
-        rollout_stage: class of the rollout stage; tests put a stand-in here.
-        hosts: hosts of the episodes' processes.
+        out: folder to which unusable rows are written.
+        rollout_stage: class of the rollout stage; tests replace it.
+        hosts: hosts that run the processes of episodes.
     """
     set_context()
     rollout, chunks = config.rollout, in_flight(config)

@@ -1,9 +1,9 @@
-"""The metrics of an evaluation, added up chunk by chunk: memory does not grow with the number of prompts.
+"""The metrics of an evaluation, accumulated chunk by chunk: memory does not grow with the number of prompts.
 
-Every number is computed exactly per prompt, then averaged over the prompts of a data source and over all prompts. As in
-validation (`pipeline/track/validation.py`), a data source is judged by the part `acc` of its reward if a row has one,
-and rows without it count as 0; else by the score. Rows whose reward failed are counted and left out of their prompt. A
-prompt whose rows all failed is in no mean.
+Every metric is computed exactly per prompt, then averaged over the prompts of a data source and over all prompts. As in
+validation (`pipeline/track/validation.py`), a data source is judged by the part `acc` of its rewards if at least one
+row has it, and rows without `acc` count as 0; else by the score. Rows whose reward failed are counted and left out of
+their prompt's metrics. A prompt whose rows all failed is left out of every mean.
 """
 
 import math
@@ -20,7 +20,7 @@ from pipeline.track.passk import best_at_k, maj_at_every_k
 from pipeline.track.validation import prompt_scores, right
 
 COLUMNS = ("data_source", "uid", "score", "response", "reward_parts", "reward_error", "response_ids", "finish_reason")
-"""Columns that are read."""
+"""Columns of rows that are read."""
 OF_EPISODES = ("spans", "turns")
 """Further columns that are read if rows are episodes."""
 WHOLE_NUMBERS = ("prompts", "responses", "response_length/max")
@@ -30,26 +30,26 @@ class Summary:
     """The metrics of all responses that were added.
 
     Args:
-        ks: the k for which pass@k and maj@k are computed.
+        ks: values of k for which pass@k and maj@k are computed.
     """
 
     def __init__(self, ks: Sequence[int]) -> None:
         self.ks = tuple(ks)
         self.first_error: str | None = None
-        """Error of the first reward that failed."""
+        """Error message of the first reward that failed; None if none has."""
         self.prompts = 0
-        """Prompts that were added."""
+        """Number of prompts that were added."""
         self.tokens = 0
-        """Tokens of the responses that were added."""
+        """Number of tokens that the model wrote in all responses that were added."""
         # By data source: counts over all responses, and means over prompts of the score and of `acc`.
         self._counts: dict[str, Stats] = defaultdict(dict)
         self._rewards: dict[str, Stats] = defaultdict(dict)
         self._accuracies: dict[str, Stats] = defaultdict(dict)
         self._judged: set[str] = set()
-        """Data sources with a response that has `acc`."""
+        """Data sources with at least one response that has `acc`."""
 
     def add(self, table: pa.Table) -> None:
-        """Add rows with `COLUMNS`, episodes with `OF_EPISODES` too; all responses of a prompt (`uid`) must be in one
+        """Add rows with `COLUMNS`, and for episodes `OF_EPISODES`; all responses of a prompt (`uid`) must be in one
         table."""
         for source in table["data_source"].unique().to_pylist():
             rows = table.filter(pc.equal(table["data_source"], source))
@@ -68,20 +68,21 @@ class Summary:
                 self._judged.add(source)
 
     def judged_by(self, source: str) -> str:
-        """Return `acc` or `reward`."""
+        """Return the part of the reward by which a data source is judged: `acc` or `reward`."""
         return "acc" if source in self._judged else "reward"
 
     def by_source(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of each data source by name.
+        """Return the metrics by data source and name.
 
-        They are `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`, `error_rate`, `acc/missing_rate` if it
-        is judged by `acc`, `response_length/{mean,max,clip_ratio}` (of the tokens that the model wrote) and of episodes
-        `turns/mean`. Score metrics need a prompt with a score.
+        The names are `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`, `error_rate`, `acc/missing_rate`
+        if the source is judged by `acc`, `response_length/{mean,max,clip_ratio}` (of tokens that the model wrote) and,
+        for episodes, `turns/mean`. Metrics of scores are left out if no prompt has a score.
         """
         return {source: self._metrics([source]) for source in sorted(self._counts)}
 
     def overall(self) -> dict[str, float]:
-        """Return the same over all prompts, each judged as its data source is; empty without prompts."""
+        """Return the metrics of `by_source` over all prompts, each judged as its data source is; empty without
+        prompts."""
         return self._metrics(list(self._counts)) if self._counts else {}
 
     def _metrics(self, sources: list[str]) -> dict[str, float]:
@@ -92,7 +93,12 @@ class Summary:
         return counts | {name: int(counts[name]) for name in WHOLE_NUMBERS} | judged | score
 
     def _metrics_of(self, scores: list[float], votes: list[int]) -> Stats:
-        """Compute the metrics of one prompt; a k above the number of its responses counts as that number."""
+        """Compute the metrics of one prompt from its responses; a k above the number n of responses counts as n.
+
+        Args:
+            scores: score of each response.
+            votes: number of the final answer of each response; equal answers have equal numbers.
+        """
         n = len(scores)
         maj = maj_at_every_k(scores, votes)
         stats = {"mean": mean(math.fsum(scores) / n, 1)}
@@ -123,7 +129,7 @@ class Summary:
 
 
 def _lengths(rows: pa.Table) -> np.ndarray:
-    """Count the tokens of each response that the model wrote, [R]."""
+    """Return the number of tokens that the model wrote in each response, [R]."""
     offsets = flat(rows, "response_ids")[1]
     if "spans" not in rows.column_names:
         return np.diff(offsets)

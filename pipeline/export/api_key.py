@@ -1,6 +1,6 @@
 """The check of the API key on every route of a model server except `/health`.
 
-vLLM's own check covers only paths under `/v1`, which leaves `/invocations`, `/tokenize` and others open to everybody.
+vLLM's own check covers only paths under `/v1`, which leaves `/invocations`, `/tokenize` and others open to all clients.
 """
 
 import hmac
@@ -12,16 +12,17 @@ OPEN = ("/health",)
 
 
 class RequireKey:
-    """ASGI middleware for vLLM's app, which imports it by its path and constructs it with only the app.
+    """ASGI middleware for vLLM's app that lets only requests with an API key pass.
 
-    The keys come from the server's arguments (`api_key`). Without a key no request passes.
+    vLLM imports it by its path and constructs it with only the app. The keys come from the server's arguments
+    (`api_key`). If the server has no keys, no request passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with status 401."""
+        """Forward the request, or respond with status 401."""
         # A browser sends OPTIONS first, without the key, to check whether it may send a request.
         if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS" or _path(scope) in OPEN:
             return await self.app(scope, receive, send)

@@ -11,7 +11,7 @@ from pipeline.export.choose import Checkpoint
 from pipeline.track.provenance import masked, versions
 
 LEFT_OUT = ("trainer.env_vars", "trainer.default_local_dir", "trainer.project_name", "trainer.logger")
-"""Settings that do not describe the model; the first may hold secrets."""
+"""Settings that do not describe the model and are left out of the card; `trainer.env_vars` may hold secrets."""
 
 POLICY_USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,7 +89,7 @@ def card(checkpoint: Checkpoint, config: Config, critic: bool = False, adapter: 
 
 
 def _validation(checkpoint: Checkpoint) -> str:
-    """Make a table with the run's first validation and the validation of the exported weights."""
+    """Make a table with the metrics of the run's first validation and of the validation of the exported weights."""
     measured = {}
     for iteration, record in checkpoint.metrics().items():
         metrics = {name: value for name, value in record.items() if name.startswith(("val-core/", "val-aux/"))}

@@ -1,4 +1,4 @@
-"""The choice of a run's checkpoint: the newest, the one of an iteration, or the best by a metric."""
+"""The choice of a checkpoint in a run: the newest, the one of an iteration, or the best by a metric."""
 
 import atexit
 import shutil
@@ -21,21 +21,21 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint in a folder of this machine."""
+    """A complete checkpoint in a local folder."""
 
     path: Path
     iteration: int
     run_dir: Path
-    """Folder of its run; `path` if the checkpoint lies outside of a run."""
+    """Folder of the run; `path` if the checkpoint is outside of a run."""
     mlflow_run_id: str | None
-    """Id of the MLflow run that tracked the training, if one did."""
+    """Id of the MLflow run that tracked the training, or None."""
 
     def config(self) -> Config:
-        """Load the settings of the run when the checkpoint was saved."""
+        """Load the settings that the run had when the checkpoint was saved."""
         return load_yaml(self.path / CONFIG_FILE, Config)
 
     def metrics(self) -> dict[int, dict]:
-        """Read the metrics of the run by iteration."""
+        """Read the run's metrics, by iteration."""
         return {record["iteration"]: record for record in read_history(self.run_dir / METRICS)}
 
 
@@ -52,11 +52,12 @@ def choose(
     Args:
         path: folder of a run or of a checkpoint.
         iteration: take the checkpoint of this iteration.
-        best: take the one with the highest value of this metric in `metrics.jsonl`, the earliest of equally good ones.
-        lowest: take the lowest value instead.
+        best: take the checkpoint with the highest value of this metric in `metrics.jsonl`, the earliest if several are
+            equal.
+        lowest: true to take the lowest value instead.
 
     Returns:
-        the checkpoint, and a sentence for each one that was skipped because it is damaged or its saving was
+        The checkpoint, and a sentence for each one that was skipped because it is damaged or its saving was
         interrupted.
 
     Raises:
@@ -103,7 +104,13 @@ def choose(
 
 
 def _open(place: str, run_dir: Path) -> Checkpoint | None:
-    """Open the checkpoint in the folder or URL `place`; None if it is incomplete. Raises Damaged."""
+    """Open the checkpoint at `place`, a folder or URL; a remote one is copied to a temporary folder.
+
+    Returns None if the checkpoint is incomplete.
+
+    Raises:
+        Damaged: a file of the checkpoint is missing or has other content.
+    """
     saved = checkpoints.read(place)
     if saved is None:
         return None
@@ -121,7 +128,7 @@ def _open(place: str, run_dir: Path) -> Checkpoint | None:
 
 
 def _by_metric(history: Path, saved: list[int], metric: str, lowest: bool) -> list[int]:
-    """Return the iterations of `saved` that have a value of `metric`, the best first."""
+    """Return the iterations of `saved` that have a value of `metric`, the best first; with `lowest`, the lowest."""
     records = read_history(history)
     values = {record["iteration"]: record[metric] for record in records if record.get(metric) is not None}
     if not values:

@@ -58,14 +58,15 @@ def export(
     Args:
         checkpoint: the checkpoint.
         out: a new or empty folder, unless `replace` is set.
-        dtype: type of the weights; None keeps the type of training.
-        critic: write the critic, as a model for token classification with one label: the value of the text so far.
-        base: the model that the run started from, if it has moved since.
-        replace: replace the folder `out`.
-        alone: write the policy's adapter without the base.
+        dtype: dtype of the weights; None keeps the dtype of training.
+        critic: true to write the critic, as a model for token classification with one label: the value of the text so
+            far.
+        base: the model from which the run started, if it has moved since.
+        replace: true to replace the folder `out`.
+        alone: true to write only the policy's adapter, without the base.
 
     Returns:
-        the tokens that end answers of the model; None for a critic.
+        The tokens that end responses of the model; None for a critic.
 
     Raises:
         ValueError: the checkpoint, the base model or `out` cannot be used.
@@ -113,7 +114,16 @@ def export(
 def _write_adapter(
     out: Path, lora: LoraConfig, base: str | None, state: dict[str, Tensor], dtype: torch.dtype | None, text: str
 ) -> None:
-    """Write the adapter of a policy, whose tensors have their names in the module, with its card."""
+    """Write the adapter of a policy into `out`, in peft's format.
+
+    Args:
+        out: the folder.
+        lora: settings of the adapter.
+        base: path or name of the base model.
+        state: the adapter's tensors, by their names in the module.
+        dtype: dtype of the written tensors; None keeps it.
+        text: the model card.
+    """
     if not lora.rank:
         raise ValueError("--adapter needs an adapter, but the run trained all weights (model.lora.rank=0)")
     named = {
@@ -131,11 +141,17 @@ def merged(
     dtype: torch.dtype | None,
     kept: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Compute the whole weights of a learner from the base's weights and the trained ones, by names in the module.
+    """Merge a learner's adapter into the base; returns the full weights by their names in the module.
 
-    They are of type `dtype`, except for those in `kept`; None keeps the types of the base.
+    Args:
+        lora: settings of the adapter.
+        base: the base's weights, by their names in the module.
+        state: the trained weights: the adapter, and weights that were trained without one.
+        dtype: dtype of the result; None keeps the dtypes of the base.
+        kept: names of the tensors that keep their dtype in any case.
 
-    Raises ValueError for an adapter of another model.
+    Raises:
+        ValueError: the adapter belongs to another model.
     """
     for name, a in state.items():
         stem, found, _ = name.partition(f".lora_A.{adapter.NAME}")
@@ -155,10 +171,15 @@ def merged(
 def read_weights(
     folder: Path, learner: str, dtype: torch.dtype | None = None, kept: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Read the full weights of the `actor` or `critic` by their names in the module, saved by any number of ranks.
+    """Read the full weights of a learner by their names in the module, saved by any number of ranks.
 
-    They are read one by one into the result, so no further memory is needed. Weights are converted to `dtype`, except
-    for those in `kept`; None keeps all types.
+    The weights are read one by one into the result, so no further memory is needed.
+
+    Args:
+        folder: folder of the checkpoint.
+        learner: `actor` or `critic`.
+        dtype: dtype of the result; None keeps all dtypes.
+        kept: names of the tensors that keep their dtype in any case.
 
     Raises:
         ValueError: the checkpoint is damaged or has no such learner.
@@ -177,8 +198,8 @@ def read_weights(
 
 
 def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -> ModelConfig:
-    """Return the model of config and tokenizer: `base`, else the one that the run started from, else the one it
-    saved."""
+    """Return the model from which config and tokenizer are taken: `base`, else the one from which the run started, else
+    the one that the run saved."""
     path = base or (config.critic.path if critic else None) or config.model.path or ""
     try:
         folder = named_folder(path, "--base" if base else "model.path")
@@ -209,7 +230,7 @@ def _hf_config(model: ModelConfig) -> Any:
 
 
 def _without_weights(model: ModelConfig, critic: bool) -> Any:
-    """Build the language model, or the token classifier for a critic, on the `meta` device."""
+    """Build the language model, or for a critic the token classifier, on the `meta` device, without weights."""
     config = _hf_config(model)
     auto: Any = AutoModelForCausalLM
     if critic:
@@ -223,8 +244,7 @@ def _without_weights(model: ModelConfig, critic: bool) -> Any:
 
 
 def _buffers(lm: Any, critic: bool) -> set[str]:
-    """Return the names, in the learner's module, of buffers that `lm` saves: they keep their type, as in any
-    checkpoint."""
+    """Return the names, in the learner's module, of the buffers that `lm` saves; an export keeps their dtype."""
     names = [name for name, tensor in tensors(lm) if not is_weight(tensor)]
     if critic:
         return {name.replace(lm.base_model_prefix, "decoder", 1) for name in names}
@@ -232,7 +252,7 @@ def _buffers(lm: Any, critic: bool) -> set[str]:
 
 
 def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
-    """Rename the weights of a critic (`decoder.*` and its head) for the token classifier `lm`."""
+    """Rename a critic's weights (`decoder.*` and its head) to the names of the token classifier `lm`."""
     decoder = f"{lm.base_model_prefix}."
     heads = [name.rpartition(".")[0] for name, _ in lm.named_parameters() if not name.startswith(decoder)]
     head = min(heads, default="score")
@@ -244,7 +264,16 @@ def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
 
 
 def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Select the weights that `lm` saves; a tied weight has only its first name."""
+    """Select the weights that `lm` saves; a tied weight is saved under its first name only.
+
+    Args:
+        lm: the model, without weights.
+        named: the weights by their names in `lm`.
+        source: the checkpoint, for error messages.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
     expected = dict(tensors(lm))
     for name, tensor in expected.items():
         shape = list(named[name].shape) if name in named else None
@@ -258,7 +287,8 @@ def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str,
 
 
 def _generation_config(model: ModelConfig, ends: Ends, sampling: SamplingConfig) -> GenerationConfig:
-    """Combine the base model's special tokens, the ends of answers, and the sampling of the run's validation."""
+    """Make the generation config: special tokens of the base model, tokens that end responses, validation's
+    sampling."""
     assert model.path is not None
     try:
         base = GenerationConfig.from_pretrained(model.path)

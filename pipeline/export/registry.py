@@ -2,9 +2,9 @@
 
 1. The tracker is the run's: the server that `MLFLOW_TRACKING_URI` names, else the database next to the folders of the
    runs.
-2. A server gets the files as artifacts of the run, since other machines have to reach them. In a database on this
+2. On a server, the files become artifacts of the run, since other machines have to reach them. In a database on this
    machine the version names the exported folder.
-3. The version names the MLflow run that trained the weights, whose id the checkpoint holds. That run has the prompt
+3. The version names the MLflow run that trained the weights; its id is in the checkpoint. That run has the prompt
    files as its data set inputs.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def connect(checkpoint: Checkpoint) -> "tuple[MlflowClient, str]":
-    """Connect to the tracker that has the checkpoint's run; returns the client, and the id of the MLflow run.
+    """Connect to the tracker that has the checkpoint's run. Returns (client, id of the MLflow run).
 
     Raises:
         ValueError: MLflow did not track the run, or its tracker is not known or does not have the run.
@@ -51,15 +51,15 @@ def connect(checkpoint: Checkpoint) -> "tuple[MlflowClient, str]":
 
 
 def register(checkpoint: Checkpoint, folder: Path, name: str, alias: str | None = None) -> tuple[str, str]:
-    """Make the exported model in `folder` a new version of the registered model `name`.
+    """Register the exported model in `folder` as a new version of the registered model `name`.
 
-    The registered model is created if needed, and `alias` moves to the new version.
+    The registered model is created if it does not exist, and `alias` is moved to the new version.
 
     Returns:
-        the version, and the address of the tracker.
+        The version, and the address of the tracker.
 
     Raises:
-        ValueError: see `connect`; or MLflow refuses the name or the alias.
+        ValueError: `connect` raised it, or MLflow refuses the name or the alias.
     """
     client, run_id = connect(checkpoint)
     from mlflow.exceptions import MlflowException
@@ -90,7 +90,7 @@ def register(checkpoint: Checkpoint, folder: Path, name: str, alias: str | None 
 
 
 def _source(client: "MlflowClient", run_id: str, folder: Path, iteration: int) -> str:
-    """Return the address of the version's files."""
+    """Return the URI of the version's files; on a server, upload them first."""
     if not str(client.tracking_uri).startswith(("http://", "https://", "databricks")):
         return folder.absolute().as_uri()
     place = f"export/iteration_{iteration:06d}"

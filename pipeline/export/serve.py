@@ -1,11 +1,11 @@
-"""The deployment of a model with the OpenAI API: Ray Serve's for language models, with vLLM's server in each replica.
+"""Deploys a model with OpenAI's API: `ray.serve.llm`, with vLLM's server in each replica.
 
     client ─► Serve's HTTP proxy ─► replica: vLLM's FastAPI app ─► vLLM engine
 
 1. `ray.serve.llm` places replicas, starts their engines and scales them. vLLM's server provides chat, completions,
-   streaming, `/health` and `/metrics`; no protocol is written here.
-2. The settings that a run validated with (`slipstream.json` of an exported model) become the engine's settings and the
-   defaults of a request: type, template arguments, sampling. So greedy answers equal the validation's. A request may
+   streaming, `/health` and `/metrics`; this module implements no protocol.
+2. The settings of the run's validation (`slipstream.json` of an exported model) become the engine's settings and the
+   defaults of a request: dtype, template arguments, sampling. So greedy responses equal the validation's. A request may
    still set its own `temperature`, `max_tokens` and so on.
 3. On CPUs the engine runs as a process of the replica, so all CPUs of the replica are the engine's.
 """
@@ -37,27 +37,27 @@ MIN_BATCHED_TOKENS = 8192
 
 @dataclass
 class ServeOptions:
-    """The options of a deployment, see `python -m jobs.serve --help`; None takes the run's setting, or a default."""
+    """The options of a deployment, see `python -m jobs.serve --help`. None takes the run's setting, or a default."""
 
     name: str | None = None
-    """Name of the model for clients, and of the application for Serve."""
+    """Name of the model for clients, and of the application in Serve."""
     min_replicas: int = 1
     max_replicas: int | None = None
     target_ongoing_requests: int = 64
     num_cpus: float | None = None
-    """Ray CPUs of a replica, per GPU if it has several."""
+    """Number of Ray CPUs of a replica; if the replica has several GPUs, per GPU."""
     num_gpus: float | None = None
     max_tokens: int | None = None
     tool_parser: str | None = None
-    """vLLM's parser of the model's calls, `auto` or `none`."""
+    """Name of vLLM's parser for the model's tool calls, or `auto` or `none`."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
-    """Arguments of vLLM's engine and server, which replace the run's."""
+    """Further arguments of vLLM's engine and server as (name, value); they replace the run's."""
 
     def replicas(self) -> tuple[int, int]:
-        """Return the smallest and the largest number of replicas.
+        """Return (minimum, maximum) of the number of replicas.
 
         Raises:
-            ValueError: they are impossible.
+            ValueError: the numbers are impossible.
         """
         low = self.min_replicas
         high = max(low, 1) if self.max_replicas is None else self.max_replicas
@@ -66,10 +66,10 @@ class ServeOptions:
         return low, high
 
     def resources(self, model: "ServedModel") -> tuple[float, float]:
-        """Return Ray CPUs per GPU, and Ray GPUs, of one replica.
+        """Return (Ray CPUs per GPU, number of Ray GPUs) of one replica.
 
         Raises:
-            ValueError: they are impossible.
+            ValueError: the number of GPUs is impossible.
         """
         cpus = model.engine("num_cpus", 1.0) if self.num_cpus is None else self.num_cpus
         gpus = model.engine("num_gpus", 0.0) if self.num_gpus is None else self.num_gpus
@@ -115,7 +115,12 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
 
 
 def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None = None) -> "LLMConfig":
-    """Make the configuration for `ray.serve.llm`; without an API key any request is accepted.
+    """Make the configuration for `ray.serve.llm`.
+
+    Args:
+        model: the model.
+        options: options of the deployment.
+        api_key: key that requests must have; None accepts any request.
 
     Raises:
         ValueError: an argument of the engine is unknown, or the replicas or their resources are impossible.
@@ -168,10 +173,10 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
 
 
 def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
-    """Find the tokens that end answers of a model, with the tokenizer and the template arguments of the server.
+    """Find the tokens that end responses of a model, with the server's tokenizer and template arguments.
 
     Raises:
-        ValueError: its tokenizer cannot be loaded.
+        ValueError: the tokenizer cannot be loaded.
     """
     trusted = bool(dict(options.engine).get("trust_remote_code", model.config and model.config.model.trust_remote_code))
     config = ModelConfig(model.path, dict(options.engine).get("tokenizer"), trust_remote_code=trusted)
@@ -181,7 +186,9 @@ def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
 
 @contextmanager
 def weights_alone(model: "ServedModel") -> Iterator["ServedModel"]:
-    """Provide the model without files of weights that engines would read in place of its own; see `weight_files.py`.
+    """Yield the model without the files of weights that engines would read by mistake; see `weight_files.py`.
+
+    If there are such files, the yielded model has a temporary folder with links to its other files.
 
     Raises:
         ValueError: such files exist, and replicas may run on other machines; or a file is damaged.
@@ -201,7 +208,10 @@ def weights_alone(model: "ServedModel") -> Iterator["ServedModel"]:
 
 
 def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> None:
-    """Write the model's `generation_config.json` with all ends into `folder`, for vLLM's `generation_config`."""
+    """Write the model's `generation_config.json`, with the tokens `ends`, into `folder`.
+
+    vLLM reads it if the option `generation_config` names the folder.
+    """
     from transformers import GenerationConfig
 
     own: dict[str, Any] = {}
@@ -229,8 +239,8 @@ def wait_until_running(name: str, timeout: float) -> None:
     """Wait at most `timeout` seconds until the application `name` runs, and print Serve's messages meanwhile.
 
     Raises:
-        RuntimeError: it cannot be started.
-        TimeoutError: it does not run in time.
+        RuntimeError: the application cannot be started.
+        TimeoutError: the application does not run in time.
     """
     from ray import serve
 

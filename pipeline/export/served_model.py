@@ -1,4 +1,4 @@
-"""The model that `jobs.serve` serves: of a run, in a folder, on the Hub, or registered in MLflow."""
+"""Finds the model that `jobs.serve` serves: from a run, in a folder, on the Hub, or registered in MLflow."""
 
 import os
 from dataclasses import dataclass, field
@@ -24,17 +24,17 @@ class ServedModel:
     """A model that can be served."""
 
     path: str
-    """Folder or Hub name."""
+    """Folder of the model, or its name on the Hub."""
     name: str
     """Name of the model for clients."""
     settings: ModelSettings | None
-    """Settings of its run's validation, if they are known."""
+    """Settings of the run's validation, if they are known."""
     config: Config | None = None
-    """Settings of its run, if it comes from one."""
+    """Settings of the run, if the model comes from one."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the user."""
+    """Notes for the user, each a sentence."""
     calls: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM that make it read calls of tools (`tools.py`)."""
+    """Arguments with which vLLM parses tool calls (`tools.py`)."""
 
     def engine(self, key: str, default: Any) -> Any:
         """Return the run's setting `rollout.KEY`, or `default` without a run."""
@@ -45,11 +45,11 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
     """Find the model that `target` names.
 
     A run's checkpoint is exported to `RUN/exports/iteration_N` in the dtype of the run's engines. The export is
-    repeated each time: a run that was repeated has other weights under the same number.
+    repeated each time, since a repeated run has other weights under the same number.
 
     Args:
         target: a run's folder, one of its checkpoints, a Hugging Face folder, a Hub name, or `models:/NAME@ALIAS`.
-        iteration, best, lowest: which checkpoint of a run, see `choose`.
+        iteration, best, lowest: the choice of a checkpoint of a run, see `choose`.
 
     Raises:
         ValueError: `target` is a folder that does not exist or holds no model, or a checkpoint is requested of
@@ -84,10 +84,10 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
 
 
 def notes_on_files(model: ServedModel) -> list[str]:
-    """Sentences on files of weights in the model's folder that are not read.
+    """Return notes on files of weights in the model's folder that are not read.
 
     Raises:
-        ValueError: its files are damaged or incomplete, or its tokenizer has tokens that it does not know.
+        ValueError: files are damaged or incomplete, or the tokenizer has tokens that the model does not know.
     """
     folder = Path(model.path)
     if not folder.is_dir():
@@ -101,7 +101,7 @@ def notes_on_files(model: ServedModel) -> list[str]:
 
 
 def _download(uri: str) -> Path:
-    """Download the files of a registered model to this machine."""
+    """Download the files of a registered model; returns their local folder."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         raise ValueError(f"{uri} is a registered model; set MLFLOW_TRACKING_URI to the tracker that has it")
     for name, value in QUIET.items():

@@ -1,6 +1,6 @@
-"""The tool calls of a served model: vLLM's parser that reads them, or a refusal of requests with tools.
+"""The tool calls of a served model: the choice of vLLM's parser for them, or a refusal of requests with tools.
 
-The parser is proven as before a run (`agent/tokens/calls.py`): it must read a call that the model's own chat template
+The parser is proven as before a run (`agent/tokens/calls.py`): it must parse a call that the model's own chat template
 writes.
 """
 
@@ -22,17 +22,19 @@ REFUSAL = (
 _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 _WEATHER = {"name": "weather", "description": "The weather of a place.", "parameters": _PLACE}
 EXAMPLES = [{"type": "function", "function": _WEATHER}]
-"""Tools with which a parser is proven; the tools of requests are not known before."""
+"""Tools with which a parser is proven, since the tools of requests are not known before."""
 
 
 def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
-    """Add the arguments with which vLLM reads calls to the model, and a note on the parser.
+    """Return the model with the arguments that make vLLM parse its tool calls, and with a note on the parser.
 
     Args:
+        model: the model.
         chosen: `--tool-parser`; None takes the run's parser.
 
     Raises:
-        ValueError: the chosen parser does not read the calls of the model's chat template, or the template writes none.
+        ValueError: the chosen parser does not parse the calls of the model's chat template, or the template writes
+            none.
     """
     settings = model.settings
     parser, reasoning = (NONE, NONE) if settings is None else (settings.tool_parser, settings.reasoning_parser)
@@ -63,13 +65,13 @@ def with_parser(model: "ServedModel", chosen: str | None) -> "ServedModel":
 
 
 class RefuseTools:
-    """ASGI middleware for vLLM's app that refuses requests with tools, for a model without a parser of its calls."""
+    """ASGI middleware for vLLM's app that refuses requests with tools, for a model without a parser for tool calls."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with status 400."""
+        """Forward the request, or respond with status 400."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         parts: list[Message] = []

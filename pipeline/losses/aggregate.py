@@ -1,4 +1,4 @@
-"""Aggregation of token losses to one number, normalised over the whole global mini-batch."""
+"""Aggregation of token losses to one number, divided by counts of the whole global mini-batch."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from pipeline.config.learner import AGG_MODES
 def agg_loss(
     per_token: Tensor, mask: Tensor, mode: str, row_index: Tensor, sequences: int, scale_factor: float
 ) -> Tensor:
-    """Return a micro-batch's part of the loss of the global mini-batch: the sum of parts divided by `agg_divisor` is
+    """Return a micro-batch's summand of the loss. The sum over all micro-batches, divided by `agg_divisor`, is
 
     - `token-mean`: sum_t loss / tokens
     - `token-sum`: sum_t loss
@@ -17,7 +17,7 @@ def agg_loss(
     - `seq-mean-token-sum-norm`: sum_t loss / (sequences * scale_factor), Dr.GRPO's constant length divisor
     - `seq-mean-token-mean`: sum_s (sum_t loss / tokens of s) / sequences
 
-    for tokens t and sequences s. Sequences without unmasked tokens do not count. An empty mask gives 0, never NaN, and
+    for unmasked tokens t, and for sequences s that have one. If all tokens are masked, the result is 0, never NaN, and
     `backward` works.
 
     Args:
@@ -43,7 +43,13 @@ def agg_loss(
 
 
 def agg_divisor(mode: str, tokens: float, sequences: float) -> float:
-    """Divisor of the loss, from counts of unmasked tokens, and of sequences with one, in the global mini-batch."""
+    """Divisor of the summed loss of a global mini-batch.
+
+    Args:
+        mode: one of `AGG_MODES`.
+        tokens: number of unmasked tokens in the global mini-batch.
+        sequences: number of sequences with an unmasked token.
+    """
     if mode == "token-sum":
         return 1.0
     return max(tokens if mode == "token-mean" else sequences, 1.0)

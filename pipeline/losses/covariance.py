@@ -1,9 +1,10 @@
-"""Losses for the few tokens that cost the policy most of its entropy (Cui et al. 2025, arXiv 2505.22617).
+"""Clip-Cov and KL-Cov: losses that restrain the few tokens that lower the policy's entropy most (Cui et al. 2025, arXiv
+2505.22617).
 
-The entropy falls with the covariance of log-probs and advantages. A token's share of it is
-(A - mean A)(log_prob - mean log_prob), with means over all trained tokens of the mini-batch. Tokens are therefore
-chosen once for the whole global mini-batch, by the policy before the step. verl chooses within each micro-batch of each
-rank, so its choice depends on how rows are packed.
+The higher the covariance of log-probs and advantages, the faster the entropy falls. A token contributes
+(A - mean A)(log_prob - mean log_prob) to the covariance, with means over all trained tokens of the mini-batch. Tokens
+are therefore chosen once for the whole global mini-batch, with log-probs of the policy before the step. verl chooses
+within each micro-batch of each rank, so verl's choice depends on how rows are packed.
 """
 
 import numpy as np
@@ -16,13 +17,17 @@ from pipeline.losses.registry import MAX_LOG_RATIO, Candidates, LossInput, Sums,
 
 
 def covariances(tokens: Candidates) -> np.ndarray:
-    """[M] float64, each token's share of the covariance; the order of the tokens does not change it."""
+    """[M] float64, (A - mean A)(log_prob - mean log_prob) of each token, the same for any order of the tokens."""
     return _centred(tokens.advantages) * _centred(tokens.log_probs)
 
 
 def clip_cov_mask(tokens: Candidates, config: ActorConfig) -> np.ndarray:
-    """[M] bool: a random `clip_cov_ratio` of the M tokens, at least one, among the tokens that PPO does not clip and
-    whose covariance lies between `clip_cov_lb` and `clip_cov_ub`; all of these if they are fewer."""
+    """[M] bool, true for randomly chosen tokens whose gradient `clip_cov` removes.
+
+    A token may be chosen if PPO does not clip it and its covariance lies between `clip_cov_lb` and `clip_cov_ub`. The
+    number of chosen tokens is the fraction `clip_cov_ratio` of M, at least one, or all that may be chosen if they are
+    fewer.
+    """
     options = config.policy_loss
     covariance = covariances(tokens)
     eligible = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub) & ~_clipped(tokens, config)
@@ -32,17 +37,20 @@ def clip_cov_mask(tokens: Candidates, config: ActorConfig) -> np.ndarray:
 
 
 def kl_cov_mask(tokens: Candidates, config: ActorConfig) -> np.ndarray:
-    """[M] bool: the `kl_cov_ratio` of the M tokens, at least one, with the highest covariance; equal ones by key."""
+    """[M] bool, true for the tokens with the highest covariance: the fraction `kl_cov_ratio` of M, at least one.
+
+    Among tokens of equal covariance, the lower `keys` come first.
+    """
     order = np.lexsort((tokens.keys, -covariances(tokens)))
     return _first(order, config.policy_loss.kl_cov_ratio, tokens)
 
 
 def clip_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Clip-Cov (Cui et al. 2025): `ppo_clip`, and 0 for the tokens of `clip_cov_mask`.
+    """Clip-Cov (Cui et al. 2025): the loss `ppo_clip`, but 0 for the tokens that `clip_cov_mask` chose.
 
     Metrics:
     `pg_clipfrac`: tokens whose clipped term is the larger one (no gradient);
-    `cov_frac`: tokens of the mask (no gradient either);
+    `cov_frac`: tokens that `clip_cov_mask` chose (no gradient either);
     `ppo_kl`.
     """
     token_mask = _token_mask(data, "clip_cov")
@@ -52,12 +60,12 @@ def clip_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def kl_cov(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """KL-Cov (Cui et al. 2025): `-A r`, plus `ppo_kl_coef |log r|` for the tokens of `kl_cov_mask`.
+    """KL-Cov (Cui et al. 2025): `-A r`, plus the penalty `ppo_kl_coef |log r|` for the tokens that `kl_cov_mask` chose.
 
     The penalty's log ratio is not clamped, because the penalty matters most if the policies are far apart.
 
-    Metrics: `cov_frac`, tokens with the penalty; `ppo_kl` (verl shows the mean absolute value here, which cannot be
-    compared with other losses).
+    Metrics: `cov_frac`, tokens with the penalty; `ppo_kl` (verl reports the mean of |log r| under this name, which
+    cannot be compared with other losses).
     """
     token_mask = _token_mask(data, "kl_cov")
     penalty = config.policy_loss.ppo_kl_coef * data.masked(data.log_probs - data.old_log_probs).abs()
@@ -87,7 +95,13 @@ def _clipped(tokens: Candidates, config: ActorConfig) -> np.ndarray:
 
 
 def _first(index: np.ndarray, ratio: float, tokens: Candidates) -> np.ndarray:
-    """[M] bool, true at the first entries of `index`: `ratio` of the M tokens, at least one."""
+    """[M] bool, true for the tokens that the first entries of `index` name.
+
+    Args:
+        index: token numbers, the first choice first.
+        ratio: number of chosen tokens, as a fraction of M; at least one token is chosen.
+        tokens: the M tokens.
+    """
     flags = np.zeros(len(tokens.keys), dtype=bool)
     flags[index[: max(1, int(ratio * len(flags)))]] = True
     return flags

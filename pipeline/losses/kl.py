@@ -1,4 +1,4 @@
-"""The KL to the reference policy as a loss."""
+"""The KL to the reference policy as a term of the policy's loss."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from pipeline.kl_estimate import estimate
 def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
     """[N] estimate of KL(policy || reference) at each token, in nats; 0 for masked tokens.
 
-    The gradient of a plain kind is not the gradient of the KL. For tokens sampled from the policy, the gradient of k1
-    is 0 on average, and k3 has the gradient of KL(reference || policy). With a trailing `+` the value is the kind's,
-    and the gradient is k2's, (log p - log q) grad log p: on average the gradient of KL(policy || reference).
+    With a trailing `+` the value is the estimate of `kind`, but the gradient is the gradient of k2,
+    (log p - log q) grad log p, which is on average the gradient of KL(policy || reference). Without it, the gradient
+    differs from the KL's: for tokens sampled from the policy, the gradient of k1 is 0 on average, and k3 has the
+    gradient of KL(reference || policy).
 
     Args:
         log_probs: [N] under the policy that is trained, with gradient.

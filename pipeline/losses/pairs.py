@@ -1,4 +1,4 @@
-"""Losses that compare the two responses of a pair."""
+"""Policy losses that compare two responses to one prompt."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,17 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 def online_dpo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on the best and the worst response of each group.
 
-    The loss of a pair is L = -log sigmoid(beta h), and h is its `pair_margin`. L has the same gradient as the sum of
-    -beta sigmoid(-beta h) A log_probs over the tokens of both responses, with A = 1 for the better one and -1 for the
-    worse one (Rafailov et al. 2023, arXiv 2305.18290, section 4), and h is known before the step. So each response is
-    trained by itself.
+    The loss of a pair is L = -log sigmoid(beta h), with h = `pair_margin` and beta = `dpo_beta`. The gradient of L is
+    the gradient of the sum of -beta sigmoid(-beta h) A log_probs over the tokens of both responses, with A = 1 for the
+    better response and -1 for the worse one (Rafailov et al. 2023, arXiv 2305.18290, section 4). Since h is known
+    before the step, the two responses need not be in one forward pass.
 
-    With `seq-mean-token-sum` the loss of a mini-batch, and its gradient, equal the mean of L over its pairs. For this,
-    a response has the value L and twice its own gradient: the mean is over twice as many responses.
+    With `seq-mean-token-sum` the loss of a mini-batch, and its gradient, equal the mean of L over the mini-batch's
+    pairs. That mode averages over responses, two per pair, so each response has the value L and twice its summand of
+    the gradient.
 
-    Metrics: `reward_margin`, the mean of beta h; `reward_accuracy`, the share of responses whose pair has h above 0
-    (half if h = 0); `ppo_kl`, which the loss does not use.
+    Metrics: `reward_margin`, the mean of beta h; `reward_accuracy`, the fraction of responses whose pair has h > 0
+    (a pair with h = 0 counts half); `ppo_kl`, which is only reported.
     """
     if data.pair_margin is None:
         raise ValueError("policy loss 'online_dpo' was called without `pair_margin`, the margin of each token's pair")

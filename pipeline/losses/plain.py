@@ -1,4 +1,4 @@
-"""The policy gradient itself, without a ratio."""
+"""The plain policy gradient, without a probability ratio."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 def gpg(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): `-A log_probs`, with `algorithm.adv_estimator=gpg`.
 
-    Metrics: `ppo_kl`, which the loss does not use.
+    Metrics: `ppo_kl`, which is only reported.
     """
     return reinforce(data, config)
 
@@ -17,9 +17,9 @@ def gpg(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def reinforce(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """REINFORCE (Williams 1992): `-A log_probs`.
 
-    It assumes on-policy rows. With importance weights w of the rollout correction, which multiply each token's loss,
-    `-w A log_probs` has the gradient of the current policy's objective on rows of another policy.
+    The loss is right for on-policy rows. For rows of an older policy the rollout correction multiplies each token's
+    loss with an importance weight w, and `-w A log_probs` has the gradient of the current policy's objective.
 
-    Metrics: `ppo_kl`, which the loss does not use.
+    Metrics: `ppo_kl`, which is only reported.
     """
     return -data.masked(data.advantages) * data.masked(data.log_probs), token_sums(data)

@@ -1,4 +1,4 @@
-"""Losses of the probability ratio r = exp(log_probs - old_log_probs), bounded token by token."""
+"""Policy losses that bound the probability ratio r = exp(log_probs - old_log_probs) of each token by itself."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
 def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
-    """`max(-A r, -A clip(r, 1 - low, 1 + high))`, PPO's clipped loss (Schulman et al. 2017, equation 7).
+    """Compute `max(-A r, -A clip(r, 1 - low, 1 + high))`, PPO's clipped loss (Schulman et al. 2017, equation 7).
 
-    Separate bounds are DAPO's (Yu et al. 2025, equation 10).
+    Two separate bounds, `clip_ratio_low` and `clip_ratio_high`, follow DAPO (Yu et al. 2025, equation 10).
 
     Args:
-        advantages: [N].
-        ratio: [N].
-        config: gives the bounds.
+        advantages: [N] advantages A.
+        ratio: [N] probability ratios r.
+        config: has the bounds `clip_low` and `clip_high`.
 
     Returns:
-        losses [N], and [N] bool, true if the clipped term is the larger one: that token has no gradient.
+        losses [N], and [N] bool, true if the clipped term is the larger one, so that the token has no gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -28,8 +28,8 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
 def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """PPO's clipped loss with separate clip bounds and the dual clip (Ye et al. 2020, equation 5).
 
-    The loss is `ppo_clip`, and at most `-A c` if A < 0. Otherwise one token whose probability rose a lot on a bad
-    response could dominate the gradient.
+    The loss is `ppo_clip`; for A < 0 it is at most `-A c`, with c = `clip_ratio_c`. Without this bound one token of a
+    bad response whose probability rose a lot could dominate the gradient.
 
     Metrics:
     `pg_clipfrac`: tokens whose clipped term is the larger one (no gradient);
@@ -45,10 +45,10 @@ def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
+    """CISPO: clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
 
-    The loss is `-sg(clip(r, 1 - low, 1 + high)) A log_probs`; sg stops the gradient. Every token has a gradient; only
-    its weight is bounded.
+    The loss is `-sg(clip(r, 1 - low, 1 + high)) A log_probs`; sg stops the gradient. Every token keeps a gradient; only
+    the token's importance weight is bounded.
 
     Metrics: `pg_clipfrac`, tokens whose weight is clipped; `ppo_kl`.
     """
@@ -62,10 +62,11 @@ def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary total variation (Qi et al. 2026, arXiv 2602.04879): a trust region in probabilities.
 
     The loss is `-A sg(min(r, c)) log_probs` while the sampled token's probability p lies within the bound in the
-    direction of the update: p - p_old <= high if A > 0, p_old - p <= low otherwise. Beyond it, the loss is 0.
+    direction of the update: p - p_old <= high if A > 0, p_old - p <= low otherwise. Beyond the bound the loss is 0. sg
+    stops the gradient.
 
-    Here `clip_ratio_low` and `clip_ratio_high` are differences of probabilities, and `clip_ratio_c` is c, which
-    truncates the importance weight. Its default of 3 is meant for the dual clip; 20 truncates fewer weights.
+    Here `clip_ratio_low` and `clip_ratio_high` bound differences of probabilities. `clip_ratio_c` is c, at which the
+    importance weight is truncated. The default of 3 suits the dual clip of `vanilla`; 20 truncates fewer weights.
 
     Metrics:
     `pg_clipfrac`: tokens beyond the bound (no gradient);
@@ -78,11 +79,11 @@ def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): `dppo_tv` with another distance.
+    """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): as `dppo_tv`, but the trust region bounds a KL.
 
-    The distance is KL(p_old || p) of the two distributions over "this token" and "any other token". The bounds, in
-    nats, are `clip_ratio_high` if A > 0 and `clip_ratio_low` otherwise. A token that the update moves back towards
-    p_old (p <= p_old if A > 0, p >= p_old otherwise) trains at any distance.
+    The distance is KL(p_old || p) between the two distributions over "this token" and "any other token". It is at most
+    `clip_ratio_high` nats if A > 0, else `clip_ratio_low` nats; beyond, the loss is 0. A token that the update moves
+    back towards p_old (p <= p_old if A > 0, p >= p_old otherwise) trains at any distance.
 
     Metrics as in `dppo_tv`.
     """
@@ -98,7 +99,12 @@ def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite if only the new p is 1."""
+    """[N] KL(old || new) in nats between the distributions (p, 1 - p), p = exp(log-prob); infinite if only the new p is
+    1.
+
+    Args:
+        old, new: [N] log-probs.
+    """
     # expm1 and xlogy are exact for p near 1, and most tokens are near 1.
     rest_old, rest_new = -torch.expm1(old.clamp(max=0.0)), -torch.expm1(new.clamp(max=0.0))
     rest = torch.special.xlogy(rest_old, rest_old) - torch.special.xlogy(rest_old, rest_new)

@@ -1,8 +1,8 @@
-"""Losses of preferences: pure functions from log ratios of policy and reference to one loss per pair.
+"""Losses of DPO training: pure functions from log ratios of policy and reference to one loss per preference pair.
 
 A loss is `f(data: PreferenceInput, config: PreferenceLossConfig) -> losses` under `@register_preference_loss("name")`.
 The log ratio of an answer y to a prompt x is log policy(y | x) - log reference(y | x), summed over the answer's tokens,
-in nats. `beta` times it is the answer's reward.
+in nats. The (implicit) reward of an answer is `beta` times its log ratio. The reference is the start model.
 """
 
 from collections.abc import Callable
@@ -20,22 +20,22 @@ class PreferenceInput:
     """The answers of the C pairs of one micro-batch."""
 
     chosen: Tensor
-    """[C] log ratio of policy and start model of each chosen answer, in nats, with gradient."""
+    """[C] log ratio of each chosen answer, in nats, with gradient."""
     rejected: Tensor
-    """[C] log ratio of policy and start model of each rejected answer, in nats, with gradient."""
+    """[C] log ratio of each rejected answer, in nats, with gradient."""
     chosen_tokens: Tensor
-    """[C] learnt tokens of each chosen answer."""
+    """[C] number of tokens in the loss of each chosen answer."""
     rejected_tokens: Tensor
-    """[C] learnt tokens of each rejected answer."""
+    """[C] number of tokens in the loss of each rejected answer."""
 
 
 PreferenceFunction = Callable[[PreferenceInput, PreferenceLossConfig], Tensor]
-"""Returns [C] losses of the pairs."""
+"""A preference loss. Returns losses [C], one per pair."""
 
 
 @dataclass(frozen=True)
 class PreferenceLoss(Entry):
-    """A registered loss."""
+    """A registered preference loss: a name and a `PreferenceFunction`."""
 
 
 _LOSSES: dict[str, PreferenceLoss] = {}
@@ -64,11 +64,10 @@ def get_preference_loss(name: str) -> PreferenceLoss:
 
 @register_preference_loss("sigmoid")
 def sigmoid(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7): [C] -log sigmoid(d), with the difference d of the
-    rewards.
+    """DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7): [C] -log sigmoid(d), with the difference d of the
+    rewards, chosen minus rejected.
 
-    With `label_smoothing` e it is (1 - e) of that, and e of the same with both sides exchanged: -log sigmoid(-d) (cDPO,
-    Mitchell 2023).
+    With `label_smoothing` e the loss is -(1 - e) log sigmoid(d) - e log sigmoid(-d) (cDPO, Mitchell 2023).
     """
     lead = config.beta * (data.chosen - data.rejected)
     return -(1 - config.label_smoothing) * logsigmoid(lead) - config.label_smoothing * logsigmoid(-lead)
@@ -76,11 +75,11 @@ def sigmoid(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 @register_preference_loss("ipo")
 def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
-    """IPO (Azar et al. 2023, arXiv 2310.12036, equation 17): [C] (h - 1 / (2 beta))^2, with the difference h of log
-    ratios.
+    """IPO loss (Azar et al. 2023, arXiv 2310.12036, equation 17): [C] (h - 1 / (2 beta))^2, with the difference h of
+    log ratios, chosen minus rejected.
 
-    Log ratios are means over an answer's tokens, as the authors advise for language models (and TRL computes it), since
-    the target 1 / (2 beta) does not grow with the length.
+    Here a log ratio is the mean over an answer's tokens, not the sum, as the authors advise for language models and as
+    TRL does: the target 1 / (2 beta) does not grow with the length.
     """
     chosen = data.chosen / data.chosen_tokens.clamp(min=1)
     rejected = data.rejected / data.rejected_tokens.clamp(min=1)
@@ -88,9 +87,9 @@ def ipo(data: PreferenceInput, config: PreferenceLossConfig) -> Tensor:
 
 
 def checked(loss: PreferenceLoss, data: PreferenceInput, losses: object) -> Tensor:
-    """Return `losses`, the [C] losses that a loss returned, after a check of their shape.
+    """Return `losses`, the return value of `loss`, after a check that it is a tensor of shape [C].
 
-    Raises ValueError if the shape is wrong.
+    Raises ValueError if it is not.
     """
     wanted = len(data.chosen)
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

@@ -1,18 +1,18 @@
 """Policy losses: pure functions from log-probs and advantages to one loss per token.
 
-A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)`. A built-in one has an entry with its facts in
-`pipeline/catalogue.py`; a user's own states them in `@register_policy_loss("name", ...)`.
+A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)`. The facts about a built-in loss, the fields of
+`PolicyLoss`, are in `pipeline/catalogue.py`; a user's loss states them in `@register_policy_loss("name", ...)`.
 
-1. Tokens are flat: a micro-batch is the response tokens of its sequences one after the other, `[N]`, without padding.
-   `row_index [N]` gives the sequence of each token: a row's whole response, all contexts of an episode included.
-   Sequences are never split, except for losses that are `per_token`.
-2. A loss returns numbers per token; `agg_loss` divides them by counts of the whole global mini-batch. So neither loss
-   nor gradient depends on micro-batches, packs or ranks. A loss of whole sequences gives each token its sequence's
-   value.
-3. A loss that compares tokens over the whole mini-batch (`clip_cov`, `kl_cov`) has a `token_mask_fn`, which sees all of
-   them before the first backward pass.
-4. A loss of pairs (`online_dpo`) is `of_pairs`: the margin of a token's pair is computed before the first backward
-   pass, so both responses may pass through the model apart.
+1. Tokens are flat: a micro-batch is the response tokens of its sequences one after the other, `[N]`, without padding. A
+   sequence is the whole response of a row, with all contexts of a multi-turn episode. `row_index [N]` numbers the
+   sequence of each token. A micro-batch holds whole sequences, unless the loss has the fact `per_token`.
+2. A loss returns one number per token; `agg_loss` divides them by counts of the whole global mini-batch. So neither
+   loss nor gradient depends on micro-batches, packs or ranks. A loss of whole sequences gives every token of a sequence
+   the value of the sequence.
+3. A loss that compares tokens over the whole mini-batch (`clip_cov`, `kl_cov`) has a `token_mask_fn`, which gets all of
+   these tokens before the first backward pass.
+4. A loss that compares the two responses of a pair (`online_dpo`) has the fact `of_pairs`. The margin of each pair is
+   computed before the first backward pass, so the two responses may be in different micro-batches.
 5. Metrics are sums with their counts, which merge exactly.
 6. Masked tokens are replaced before any arithmetic, so a NaN there reaches neither loss nor gradient.
 """
@@ -30,7 +30,7 @@ from pipeline.config.learner import ActorConfig
 from pipeline.registry import register
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to plus or minus this, so that `exp` stays finite (e^20 is about 4.9e8)."""
+"""Largest absolute log ratio, in nats: log ratios are clamped, so that `exp` stays finite (e^20 is about 4.9e8)."""
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metric name to (sum, count), both detached scalars; the metric is total sum / total count."""
@@ -53,14 +53,15 @@ class LossInput:
     sequences: int
     """Number of sequences S; a sequence may have no tokens."""
     token_mask: Tensor | None = None
-    """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
+    """[N] bool, true for tokens that `token_mask_fn` chose; None for losses without a `token_mask_fn`."""
     pair_margin: Tensor | None = None
-    """[N] margin of the token's pair, in nats, for losses with `of_pairs`; None for others. It is the log ratio of
-    policy and reference of the better response minus the worse one's, under the policy before the step."""
+    """[N] margin of the pair that the token belongs to, in nats, for losses with `of_pairs`; None for others. With
+    h(y) = log policy(y) - log reference(y), summed over the tokens of response y, under the policy before the step, the
+    margin is h(better response) - h(worse response)."""
 
     @property
     def keep(self) -> Tensor:
-        """[N] bool, the mask."""
+        """[N] bool, true for tokens that train."""
         return self.mask > 0
 
     def masked(self, values: Tensor) -> Tensor:
@@ -80,13 +81,17 @@ class LossInput:
 
 
 LossFunction = Callable[[LossInput, ActorConfig], tuple[Tensor, Sums]]
-"""Returns per-token losses [N], 0 for masked tokens, and `{"pg_clipfrac": (sum, count), ...}`."""
+"""A policy loss. Returns losses [N], one per token and 0 for masked tokens, and metrics as in `Sums`."""
 
 
 def token_sums(data: LossInput, **events: Tensor) -> Sums:
-    """Metrics of a policy loss: the share of unmasked tokens at which each event [N] bool is true, and `ppo_kl`.
+    """Count metrics of a policy loss, as sums and counts over the unmasked tokens.
 
-    `ppo_kl` is the mean of old_log_probs - log_probs, clamped like the ratio: the plain estimate of KL(old || new).
+    `ppo_kl` is the mean of old_log_probs - log_probs, clamped like `log_ratio`: the k1 estimate of KL(old || new).
+
+    Args:
+        data: the micro-batch.
+        events: by the metric's name, [N] bool; the metric is the fraction of unmasked tokens with a true entry.
     """
     count = data.keep.sum()
     sums: Sums = {name: ((event & data.keep).sum(), count) for name, event in events.items()}
@@ -110,15 +115,17 @@ class Candidates:
 
 
 TokenMaskFunction = Callable[[Candidates, ActorConfig], np.ndarray]
-"""Returns [M] bool."""
+"""Function that chooses among the M tokens of `Candidates`. Returns [M] bool, true for chosen tokens."""
 
 
 def register_policy_loss(name: str, **facts: Any) -> Callable[[LossFunction], LossFunction]:
-    """Return a decorator that makes a loss of yours known as `actor.policy_loss.loss_mode=name`.
+    """Return a decorator that registers a loss of yours as `actor.policy_loss.loss_mode=name`.
 
-    `facts` are the fields of `catalogue.PolicyLoss`.
+    Args:
+        name: value of the setting.
+        facts: fields of `catalogue.PolicyLoss`.
 
-    Raises ValueError if the name belongs to another function, TypeError for an unknown fact.
+    Raises ValueError if the name belongs to another function, TypeError for a fact that is not a field.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -129,9 +136,9 @@ def register_policy_loss(name: str, **facts: Any) -> Callable[[LossFunction], Lo
 
 
 def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:
-    """Check the return value of a loss for its form, losses [N] and sums, and return it.
+    """Return `returned`, the return value of `loss`, after a check that it is a pair of losses [N] and `Sums`.
 
-    Raises ValueError if it has another form.
+    Raises ValueError if it is anything else.
     """
     name, tokens = f"policy loss {loss.name!r}", len(data.log_probs)
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):

@@ -1,4 +1,4 @@
-"""Losses with one probability ratio for a whole sequence."""
+"""Policy losses with one probability ratio for a whole sequence, that is, for the response of a row."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,16 @@ from pipeline.losses.ppo import ppo_clip
 from pipeline.losses.registry import LossInput, Sums, token_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""Upper clamp of the log ratio of a sequence in GSPO (e^10 is about 2.2e4)."""
+"""Largest log ratio of a sequence in GSPO, in nats; larger ones are clamped (e^10 is about 2.2e4)."""
 
 
 def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), in its token-level form (section 4.3).
+    """GSPO, group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), token-level form (section 4.3).
 
-    The ratio of a sequence is s = exp(mean over its tokens of log r). Token t has s_t = s * p_t / sg(p_t), and sg stops
-    the gradient. The loss is `ppo_clip` of s_t. With `seq-mean-token-mean` and one advantage per sequence the gradient
-    equals the gradient of the clipped objective of s. The paper takes clip bounds of 3e-4 and 4e-4.
+    The ratio of a sequence is s = exp(mean over its tokens of log r). Token t has the ratio s_t = s * p_t / sg(p_t);
+    p_t is the token's probability, and sg stops the gradient. The loss of a token is `ppo_clip` of s_t. With
+    `seq-mean-token-mean` and one advantage per sequence the gradient equals the gradient of the sequence-level form.
+    The paper's clip bounds are 3e-4 (low) and 4e-4 (high).
 
     Metrics: `pg_clipfrac`, tokens whose clipped term is the larger one (no gradient); `ppo_kl`.
     """
@@ -29,17 +30,17 @@ def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def geo_mean(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Geometric-mean policy optimisation, GMPO (Zhao et al. 2025, arXiv 2507.20673).
+    """GMPO, geometric-mean policy optimisation (Zhao et al. 2025, arXiv 2507.20673).
 
-    The loss of a sequence is -A exp(mean over its tokens of the clipped log r), and A is the mean advantage of its
-    tokens. Log r is clipped on PPO's side: at most `clip_ratio_high` if A > 0, at least -`clip_ratio_low` if A < 0. The
-    paper takes 0.4 for both. Each token has the loss of its sequence, so `seq-mean-token-mean` gives the mean over
-    sequences.
+    The loss of a sequence is -A exp(mean over its tokens of the clipped log r), with A the mean advantage of the
+    sequence's tokens. Only one side of log r is clipped, as in PPO: at most `clip_ratio_high` if A > 0, at least
+    -`clip_ratio_low` if A < 0. The paper takes 0.4 for both bounds. Each token has the loss of its sequence, so
+    `seq-mean-token-mean` gives the mean over sequences.
 
-    verl differs: it ignores the aggregation mode, multiplies a sequence's loss by the geometric mean of its importance
-    weights (here they multiply the tokens' losses), and takes the side of the clip from each token's advantage. Both
-    sides agree if the advantage is constant over the sequence. Otherwise verl's leaves tokens of the other sign
-    unbounded on the side that lowers the loss.
+    verl differs in three points. It ignores the aggregation mode. It multiplies a sequence's loss by the geometric mean
+    of the sequence's importance weights (here each weight multiplies its token's loss). It chooses the side of the clip
+    by the sign of each token's advantage: the result is the same if all tokens of a sequence have one advantage;
+    otherwise, tokens with the other sign are not clipped on the side that lowers the loss.
 
     Metrics:
     `pg_clipfrac`: tokens of sequences with A > 0 at the upper bound (no gradient);

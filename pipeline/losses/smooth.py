@@ -1,4 +1,4 @@
-"""Losses that keep the policy close to the old one without clipping."""
+"""Policy losses that keep the policy close to the old policy without clipping."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from pipeline.losses.registry import LossInput, Sums, token_sums
 
 
 def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a gate in place of the clip.
+    """SAPO, soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a sigmoid in place of the clip.
 
-    The loss is `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` if A > 0, else `tau_neg`. At r = 1 it has the
-    gradient of `-A r`; the gradient fades smoothly on both sides, faster for a larger tau. The value estimates no
-    objective (it is -2 A / tau at r = 1), so compare it only within a run. verl always takes the paper's
-    `seq-mean-token-mean`.
+    The loss is `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` if A > 0, else `tau_neg`. At r = 1 the gradient
+    equals the gradient of `-A r`; away from r = 1 it fades smoothly, faster for a larger tau. The value of the loss
+    (-2 A / tau at r = 1) does not estimate an objective, so compare it only within a run. verl aggregates by
+    `seq-mean-token-mean`, as the paper does, in every mode; here `loss_agg_mode` applies.
 
     Metrics: `ppo_kl`.
     """
@@ -25,10 +25,11 @@ def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
-    """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107) with given advantages.
+    """DRO, direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107), with the estimator's advantages.
 
-    The loss is `-(A log_probs - beta / 2 (log r)^2)`: the policy gradient, and a quadratic pull back to the old policy
-    for every token. The pull is not clamped, because it matters most if the policies are far apart.
+    The loss is `-(A log_probs - beta / 2 (log r)^2)`, with beta = `dro_beta`: the policy gradient, and a quadratic
+    penalty on each token's log ratio. The log ratio is not clamped, because the penalty matters most if the policies
+    are far apart.
 
     Metrics: `ppo_kl`.
 

@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""The critic's loss, and the explained variance of its values."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from pipeline.losses.registry import Sums
 
 Moments = tuple[float, float, float]
-"""(n, mean, sum of squared deviations from the mean), as the kind `std` of `pipeline.stats.Stat`."""
+"""(number of tokens, mean, sum of squared deviations from the mean), as in the kind `std` of `pipeline.stats.Stat`."""
 
 
 def value_loss(
@@ -14,19 +14,19 @@ def value_loss(
 ) -> tuple[Tensor, Sums]:
     """PPO's clipped value loss: `0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`.
 
-    A value that has moved further than c from the old one, towards its return, has no gradient: the value clipping of
-    OpenAI's baselines, discussed in Engstrom et al. 2020, arXiv 2005.12729.
+    A value that has moved towards its return by more than c has no gradient. This is the value clipping of OpenAI's
+    baselines (discussed in Engstrom et al. 2020, arXiv 2005.12729).
 
     Args:
-        values: [N] of the critic that is trained, with gradient.
-        old_values: [N] in the row, from which the advantages were computed.
+        values: [N] values v of the critic that is trained, with gradient.
+        old_values: [N] values v_old from which the advantages were computed.
         returns: [N] targets R.
         mask: [N] 1 if the token counts (any dtype); masked values are not read.
         cliprange_value: c, not negative.
 
     Returns:
-        losses [N], 0 for masked tokens, and sums of `vf_clipfrac` (tokens whose clipped term is the larger one) and
-        `vpred_mean` (values).
+        losses [N], 0 for masked tokens, and the metrics `vf_clipfrac` (fraction of tokens whose clipped term is the
+        larger one) and `vpred_mean` (mean value).
     """
     keep = mask > 0
     values, old_values, returns = (torch.where(keep, x, x.new_zeros(())) for x in (values, old_values, returns))
@@ -41,10 +41,18 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Moments, Moments]:
-    """Moments of the residuals R - V and of the returns R [N], in float64; (0, 0, 0) if the mask [N] is all 0.
+    """Compute moments of the residuals R - V and of the returns R, over the unmasked tokens.
 
-    Moments of several parts merge exactly. The explained variance 1 - Var(R - V) / Var(R) is
-    1 - residuals[2] / returns[2] of the merged moments, undefined if returns[2] is 0.
+    Moments of several micro-batches and ranks merge exactly. The explained variance 1 - Var(R - V) / Var(R) is then
+    1 - residuals[2] / returns[2], undefined if returns[2] is 0.
+
+    Args:
+        values: [N] values V of the critic.
+        returns: [N] targets R.
+        mask: [N] 1 if the token counts.
+
+    Returns:
+        `Moments` of the residuals and `Moments` of the returns, each computed in float64; (0, 0, 0) if all is masked.
     """
     keep = mask > 0
     kept = returns.detach()[keep].double()

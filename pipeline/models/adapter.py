@@ -1,6 +1,6 @@
-"""Folders of adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`. Needs no torch to check.
+"""Folders of LoRA adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-peft's `PeftModel.from_pretrained` and vLLM's `LoRARequest` read them.
+peft's `PeftModel.from_pretrained` and vLLM's `LoRARequest` read such folders. The checks here do not load torch.
 """
 
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, NAME = "base_model.model.", "default"
-"""peft's prefix of the names of a model, and its name of an adapter."""
+"""peft's prefix of weight names in an adapter's file, and peft's default name of an adapter."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -31,18 +31,20 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
 }
-"""Entries of `adapter_config.json` with which an adapter is W + alpha / r * B A and nothing more; null is as good."""
+"""Entry of `adapter_config.json` to its allowed values (null is also allowed). With these an adapter is plain LoRA,
+W + alpha / r * B A."""
 CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that took a part out of W, which peft does again when it loads the adapter."""
+"""Beginnings of `init_lora_weights` for methods that changed W at the start of training; peft repeats the change when
+it loads the adapter."""
 
 
 def peft_name(name: str) -> str:
-    """Return the name in an adapter's file of a tensor that the model with the adapter calls `name`."""
+    """Return the name in an adapter's file for the parameter `name` of a model with an adapter."""
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 def module_name(name: str) -> str:
-    """Return the layer that a tensor of an adapter's file belongs to."""
+    """Return the name of the layer that the tensor `name` of an adapter's file belongs to."""
     return name.removeprefix(PREFIX).partition(".lora_")[0]
 
 
@@ -50,9 +52,10 @@ def settings_of(config: LoraConfig, base: str | None, names: Iterable[str]) -> d
     """Return the content of `adapter_config.json`.
 
     Args:
-        config: rank, scale and targets.
+        config: rank, alpha and targets of the adapter.
         base: the base model's folder or hub name.
-        names: tensors in the file. Layers without low-rank matrices, such as a new head, are trained whole.
+        names: names of the tensors in the file. A layer in it without low-rank matrices, such as a new head, counts as
+            trained whole (`modules_to_save`).
     """
     names = list(names)
     whole = sorted({module_name(name).rpartition(".")[0].rpartition(".")[2] for name in names if ".lora_" not in name})
@@ -75,7 +78,13 @@ def settings_of(config: LoraConfig, base: str | None, names: Iterable[str]) -> d
 
 
 def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor"]) -> None:
-    """Write an adapter with tensors by their names in the file; the folder may exist."""
+    """Write the folder of an adapter.
+
+    Args:
+        folder: created if it is missing.
+        settings: content of `adapter_config.json`.
+        state: name in the file to tensor.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +95,13 @@ def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor
 def problems(
     config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None, key: str = "model.path"
 ) -> Iterator[str]:
-    """Yield sentences on targets and a starting adapter that cannot be used with a base model.
+    """Yield a sentence for each reason why `model.lora` cannot be used with a base model.
 
     Args:
         config: `model.lora`.
-        matrices: shapes (outputs, inputs) of the base's linear layers by name; empty if they are not known.
-        base: the base, for the sentences.
-        key: its setting.
+        matrices: name to shape (outputs, inputs) of the base model's linear layers; empty if they are not known.
+        base: path of the base model, for the sentences.
+        key: setting that has this path, for the sentences.
     """
     if not config.rank or not config.well_formed:
         return
@@ -164,5 +173,10 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
 
 
 def count(config: LoraConfig, matrices: Mapping[str, tuple[int, int]]) -> int:
-    """Count the numbers of the adapter of a base with these linear layers."""
+    """Return the number of parameters of an adapter.
+
+    Args:
+        config: `model.lora`.
+        matrices: name to shape (outputs, inputs) of the base model's linear layers.
+    """
     return config.rank * sum(sum(matrices[name]) for name in config.chosen(list(matrices)))

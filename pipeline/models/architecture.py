@@ -1,12 +1,11 @@
-"""The passes that a model can take, by its configuration; nothing here loads torch."""
+"""Limits of a model by its `config.json`: whether it can take packed rows, and its longest row. Does not load torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def why_padded(config: Any) -> str | None:
-    """Return the reason why a decoder cannot attend over packed rows; None if its `transformers` configuration gives
-    none."""
+    """Return why a decoder cannot attend over packed rows, by its `transformers` configuration; None if it may."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
         return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
@@ -17,17 +16,18 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
-"""Names of the number of positions in the configurations of model families."""
+"""Names under which model families store the number of positions in `config.json`."""
 
 LONG_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-"""Kinds of position embedding whose `max_position_embeddings` is the length with their factor."""
+"""Kinds of rotary embedding with which `max_position_embeddings` already includes the scaling factor."""
 
 
 def most_positions(config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the longest row that a model takes, in tokens, and the entries of `config.json` that set it, or None.
+    """Return the length of the longest row that a model takes, and a clause on the entries that set it.
 
-    The rules are vLLM's and `transformers`': a factor makes the length of `linear` and `dynamic` positions longer. It
-    makes YaRN's longer if `max_position_embeddings` is still the original length, as model cards write it.
+    The length is in tokens. The result is None if `config.json` has no such entry. The rules are the same as in vLLM
+    and `transformers`: the scaling factor multiplies the length for `linear` and `dynamic` rotary embeddings. For YaRN
+    it does so only if `max_position_embeddings` is still the original length, as in many model cards.
     """
     lengths = [(config[name], name) for name in LENGTHS if _is_size(config.get(name))]
     if _is_size(config.get("model_max_length")):
@@ -48,9 +48,10 @@ def most_positions(config: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 def longer_positions(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return entries of `config.json` that let vLLM take rows as long as `most_positions`; empty if it does so already.
+    """Return changes to `config.json` with which vLLM takes rows as long as `most_positions`; {} if none are needed.
 
-    The factor of YaRN is applied to the original length, which they do not change.
+    The changes raise `max_position_embeddings` of a model with YaRN. They do not change the original length, to which
+    the factor of YaRN is applied.
     """
     most, own = most_positions(config), config.get("max_position_embeddings")
     if most is None or not isinstance(own, int) or own >= most[0]:
@@ -60,7 +61,8 @@ def longer_positions(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of a model's rotary positions, one for all layers or one for each kind of layer."""
+    """Return the settings of a model's rotary embeddings in `config.json`: one for all layers, or one per kind of
+    layer."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         return []

@@ -1,20 +1,20 @@
-"""Attention over packed rows: contexts end to end in one sequence, without padding, and without a mask.
+"""Attention over packed rows: contexts lie end to end in one sequence, and each attends only to itself.
 
     input_ids   prompt a a a b b | prompt c c        a and b share their prompt
     contexts    prompt a a a,  prompt b b,  prompt c c
 
-Everything but attention works on single tokens, so no token passes twice and none is padding. Attention gathers the
-queries, keys and values of each context, and runs under a plain causal mask:
+Outside of attention a model works on single tokens, so there is no padding, and a shared prompt is computed once. For
+attention the queries, keys and values of each context are gathered, and causal attention runs on them:
 
-- Contexts of similar length attend in one call, padded on the right to the longest; no token sees the padding. Many
-  short ones would be a slow loop, and a long one with short ones would waste work.
-- If responses share a prompt that is not very short, only the responses have queries, with the mask of a causal
-  attention that begins after the prompt. CPUs compute what a mask hides, so long responses are computed there part by
-  part, each part with the tokens up to its end.
-- On GPUs, in bfloat16 or float16, all contexts are one call of flash attention's kernel for rows of any length, if the
-  kernel gives the same numbers there.
+- Contexts of similar length attend in one call, padded on the right to the longest; no token attends to the padding.
+  (One call per context would be slow for many short contexts; one call for all lengths would waste work.)
+- If responses share a prompt of at least `LONG_PROMPT` tokens, each response has queries only for its own tokens, and
+  a mask that lets them see the prompt and earlier response tokens. CPUs also compute what the mask hides, so long
+  responses are computed there in sections, each with the keys up to its end.
+- On GPUs, in bfloat16 or float16, one call of flash attention's kernel for rows of any length serves all contexts, if
+  a trial shows that the kernel gives the right numbers.
 
-A model takes the layout as an argument of its decoder, which `transformers` hands down to the function of `attend`.
+The layout of the contexts is an argument of the decoder, and `transformers` passes it on to `attend`.
 """
 
 import functools
@@ -33,44 +33,51 @@ from pipeline.models.sequence_parallel import Share
 logger = logging.getLogger(__name__)
 
 PACKED = "packed"
-"""Name of this attention in `transformers`."""
+"""Name under which `transformers` knows this attention."""
 LONG_PROMPT = 16
-"""Tokens of a shared prompt from which only responses have queries; below, fewer calls are faster."""
+"""Shortest shared prompt, in tokens, that gets queries only once. For shorter ones fewer, larger calls are faster."""
 MASKED_QUERIES = 256
-"""Most queries in a masked call on a CPU."""
+"""Most queries (tokens) in one call with a mask on a CPU."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """C contexts of similar length that attend in one call."""
+    """C contexts of similar length that attend in one call, with Q queries and K keys each."""
 
     contexts: int
+    """Number of contexts C."""
     queries: Tensor
-    """[C * Q] int64, positions in the packed sequence; the padding is the context's last one."""
+    """[C * Q] int64, positions of the queries in the packed sequence, context after context. Shorter contexts are
+    padded by repeating their last position."""
     keys: Tensor
-    """[C * K] int64; `queries` itself if whole contexts have queries, else the last Q of each K have them."""
+    """[C * K] int64, positions of the keys, padded in the same way. Equal to `queries` if all tokens have queries; else
+    only the last Q of the K tokens of each context do."""
     mask: Tensor | None
-    """[Q, K] bool, None for plain causal attention."""
+    """[Q, K] bool, true if the query may attend to the key; None for plain causal attention."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of the contexts in a packed sequence of T tokens."""
+    """Positions of C contexts in a packed sequence of T tokens, in the forms that attention needs.
+
+    The own tokens of a context are its response and, for the first context of a shared prompt, the prompt.
+    """
 
     blocks: list[Block]
+    """The contexts, grouped by similar length."""
     answers: Tensor
-    """[T] int64, index of each position's output in the outputs of the blocks, one block after the other."""
+    """[T] int64, index of each position's output in the concatenated outputs of `blocks`."""
     keys: Tensor | None
-    """[sum of lengths] int64, positions of the contexts' tokens, context after context; None if they are already in
-    order, as without shared prompts."""
+    """[sum of context lengths] int64, positions of all tokens of each context, context after context, for flash
+    attention; None if that is 0, 1, ..., T - 1, as without shared prompts."""
     query_ends: Tensor
-    """[C + 1] int32, cumulative lengths of the contexts' own tokens; a shared prompt belongs to its first context."""
+    """[C + 1] int32, cumulative number of own tokens of the contexts, from 0."""
     key_ends: Tensor
-    """[C + 1] int32, cumulative lengths of the contexts in `keys`, prompts included."""
+    """[C + 1] int32, cumulative number of all tokens of the contexts, shared prompts included, from 0."""
     longest: tuple[int, int]
-    """Most own tokens and most tokens (shared prompt included) of a context."""
+    """Largest number of own tokens of a context, and largest number of all its tokens."""
     share: Share | None = None
-    """Positions of this rank; None if it has all."""
+    """This rank's share of the positions with sequence parallelism; None if each rank has all positions."""
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy on `device`."""
@@ -84,22 +91,28 @@ class Layout:
 
 
 def layout(contexts: np.ndarray, total: int) -> Layout:
-    """Compute the layout of C contexts in a packed sequence of `total` tokens; every token belongs to a context.
+    """Compute the layout of C contexts in a packed sequence; every token must belong to a context.
 
     Args:
-        contexts: [C, 4] int64: start of the prompt, its tokens, start of the response, and its tokens; at least one
-            token in a context that is not the first of its prompt. Contexts of the same prompt are neighbours.
-        total: tokens of the sequence.
+        contexts: [C, 4] int64: first position of the prompt, number of prompt tokens, first position of the response,
+            number of response tokens. Contexts that share a prompt are neighbours; all but the first of these need at
+            least one response token.
+        total: number of tokens T of the sequence.
     """
     prompts, prompt_counts, responses, counts = contexts.T
     shares = np.diff(prompts, prepend=-1) == 0
     lengths = prompt_counts + counts
     silent = np.where(shares & (prompt_counts >= LONG_PROMPT), prompt_counts, 0)
-    """Tokens at the beginning of each context without a query in its block."""
+    """[C] number of tokens at the beginning of each context that have no query in the block of this context."""
     asking = lengths - silent
 
     def positions(members: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the places of these tokens of these contexts in the sequence."""
+        """Return positions in the packed sequence of tokens of contexts.
+
+        Args:
+            members: numbers of contexts.
+            places: numbers of tokens within the context, from 0; broadcast with `members`.
+        """
         behind = places - prompt_counts[members]
         return np.where(behind < 0, prompts[members] + places, responses[members] + behind)
 
@@ -151,15 +164,16 @@ def attend(
 
     Args:
         module: the attention layer.
-        query: [1, heads, T, D], the packed sequence; with a share T / S positions of it.
-        key, value: [1, key heads, T, D], with as many positions.
+        query: [1, heads, T, D], the packed sequence; with sequence parallelism (`packing.share`) T / S positions.
+        key, value: [1, key heads, T or T / S, D].
         attention_mask: only without `packing`.
-        scaling: factor of the scores; None for one over the root of D.
-        packing: places of the contexts; None for `transformers`' own attention over rows. With a share a collective.
-        options: further arguments of `transformers`' own attention.
+        scaling: factor of the attention scores; None for 1 / sqrt(D).
+        packing: layout of the contexts; None for the sdpa attention of `transformers`, over rows that are not packed.
+            With a share this is a collective.
+        options: further arguments of the sdpa attention of `transformers`.
 
     Returns:
-        [1, T, heads, D], with a share T / S positions of it; and None in place of the attention's weights.
+        [1, T or T / S, heads, D], and None in place of the attention weights.
     """
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -174,7 +188,13 @@ def attend(
 
 
 def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:
-    """[T, heads, D] of queries [T, heads, D], keys and values [T, key heads, D]."""
+    """[T, heads, D], attention of each context to itself.
+
+    Args:
+        rows: queries [T, heads, D], keys [T, key heads, D], values [T, key heads, D].
+        packing: layout of the contexts.
+        scaling: factor of the attention scores; None for 1 / sqrt(D).
+    """
     query, key, _ = rows
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and has_varlen(query.device.index, query.dtype):
         return _varlen(rows, packing, scaling)
@@ -189,7 +209,14 @@ def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | N
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """[C, heads, Q, D] of queries [C, heads, Q, D], the last of the keys and values [C, key heads, K, D]."""
+    """[C, heads, Q, D], causal attention of Q queries, which are the last Q of the K tokens.
+
+    Args:
+        query: [C, heads, Q, D].
+        key, value: [C, key heads, K, D].
+        mask: [Q, K] bool if K > Q; None if Q = K.
+        scaling: factor of the attention scores; None for 1 / sqrt(D).
+    """
     count, behind = query.shape[2], key.shape[2] - query.shape[2]
     step = MASKED_QUERIES if mask is not None and query.device.type == "cpu" else count
     outputs = []
@@ -210,7 +237,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:
-    """[T, heads, D] by flash attention; a context's own tokens are the last of its keys, and see those before them."""
+    """[T, heads, D], as `_over_contexts`, by flash attention's kernel for rows of any length.
+
+    The queries of a context are its own tokens. They are the last of the context's keys, as the kernel's causal mask
+    requires.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = rows
@@ -234,7 +265,7 @@ def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) ->
 
 @functools.cache
 def has_varlen(device: int, dtype: torch.dtype) -> bool:
-    """Return whether flash attention's kernel for rows of any length gives the right numbers on this GPU."""
+    """Return whether flash attention's kernel for rows of any length gives the right numbers on GPU number `device`."""
     where, generator = torch.device("cuda", device), torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 64, generator=generator) for heads in (4, 2, 2))
     # A prompt of three tokens with two responses, and a single context.
@@ -250,14 +281,17 @@ def has_varlen(device: int, dtype: torch.dtype) -> bool:
 
 
 def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Return no mask for packed rows, which need none, nor for rows padded on the right, which bring none."""
+    """Make the attention mask of a forward pass, for `transformers`: None unless the caller has given a mask.
+
+    Packed rows and rows padded on the right need no mask.
+    """
     from transformers.masking_utils import sdpa_mask
 
     return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
 
 
 def register() -> None:
-    """Make this attention known to `transformers` as `PACKED`."""
+    """Register `attend` in `transformers` as the attention implementation `PACKED`."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -268,14 +302,16 @@ def register() -> None:
 def hidden_states(
     decoder: Any, input_ids: Tensor, index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
 ) -> Tensor:
-    """Hidden states [N, H] at the flat positions `index` [N] of `input_ids` [B, T]; with a share, this rank's [n, H].
+    """[N, H] last hidden states of the decoder at the positions `index`.
+
+    With sequence parallelism (`packing.share`) the result is [n, H], the n of these positions that this rank has.
 
     Args:
         decoder: decoder of a causal language model.
-        input_ids: [1, T] packed; else [B, T] padded on the right, so that no token sees padding.
-        index: int64.
+        input_ids: [1, T] packed; else [B, T] padded on the right, so that no token attends to padding.
+        index: [N] int64, indices into the flattened `input_ids`.
         positions: [1, T] int64, positions in each context, if packed.
-        packing: places of the contexts, if packed.
+        packing: layout of the contexts, if packed.
     """
     if packing is not None and (share := packing.share) is not None:
         assert positions is not None

@@ -1,8 +1,9 @@
-"""A check that a model's attention computes all that the model's layers need.
+"""A check that a model's attention function supports everything that the model's layers need.
 
-A layer of `transformers` hands its attention function the arguments that its family needs: a cap on the scores (Gemma
-2), sinks (gpt-oss), a bias. A function that does not know an argument ignores it silently, and the engine does not. So
-the chosen function is compared with the family's own code (`eager`), with the arguments that the layers really pass.
+A layer of `transformers` passes its attention function the arguments that its family needs: a cap on the scores (Gemma
+2), sinks (gpt-oss), a bias. A function that does not know an argument silently ignores it, while the engine applies it.
+So the function of `model.attn_implementation` is compared with the family's own code (`eager`), on the arguments that
+the layers really pass.
 """
 
 import inspect
@@ -17,16 +18,20 @@ from pipeline.models.one_layer import whole
 from pipeline.models.repeatable import few_tokens
 
 SCORES = (4.0, 40.0, 400.0)
-"""Sizes of the attention scores that are tried: a cap shows in scores that are about as large."""
+"""Standard deviations of the attention scores in the trials. A cap has an effect if scores are about as large."""
 TOLERANCE = 1e-3
-"""Relative difference of two outputs in float32 that is taken for rounding."""
+"""Relative difference up to which two outputs in float32 count as equal but for rounding."""
 
 
 @torch.no_grad()
 def choose_attention(lm: Any) -> str | None:
-    """Let `lm`, a whole model of `transformers`, attend by `eager` if its attention leaves something out.
+    """Switch `lm` to attention `eager` if its attention function ignores an argument that matters.
 
-    Returns a clause on the change; None if the attention remains, since it computes the same or does not run here.
+    Returns a clause on the change for the user. None if the attention stays: it computes the same as `eager`, or the
+    model does not run here.
+
+    Args:
+        lm: a model of `transformers`.
     """
     from transformers.modeling_utils import AttentionInterface
 
@@ -73,7 +78,18 @@ def _left_out(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> list[str] | None:
-    """Return the arguments that explain why two attention functions give different numbers; None if they agree."""
+    """Return names of arguments that `function` ignores and that change the result of `default`.
+
+    None if the two functions agree; empty if they differ for another reason.
+
+    Args:
+        function: the attention function to check.
+        default: the family's own (`eager`).
+        module: the attention layer.
+        states: query, key and value of the layer's call.
+        mask: mask of the call; None for causal attention.
+        options: further arguments of the call.
+    """
     query, key, value = (part.float() for part in states)
     if "dropout" in options:
         options = options | {"dropout": 0.0}

@@ -1,17 +1,19 @@
-"""The names of attention implementations."""
+"""A check of the name in `model.attn_implementation`."""
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import nearest
 
 PLAIN = ("eager", "sdpa")
-"""Implementations that every model has."""
+"""Names that are known without a look into `transformers`."""
 
 
 def check_attention(model: ModelConfig) -> None:
-    """Refuse a `model.attn_implementation` that `transformers` does not have; a name with a slash is one of the Hub.
+    """Check that `transformers` has the attention `model.attn_implementation`.
+
+    A name with a slash, a kernel of the Hub, is not checked.
 
     Raises:
-        ValueError: a sentence with the known names.
+        ValueError: `transformers` does not know the name; the sentence lists the known names.
     """
     name = model.attn_implementation
     if name in PLAIN or "/" in name:

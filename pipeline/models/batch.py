@@ -14,10 +14,13 @@ from pipeline.rows import loss_mask, per_token
 
 @dataclass
 class TokenBatch:
-    """R rows as C contexts (`contexts.py`): prompts with their responses, N response tokens in all, as flat arrays."""
+    """The tokens of R rows as flat arrays.
+
+    The rows have C contexts in all (`contexts.py`), each a prompt and a response, and N response tokens in all.
+    """
 
     prompt_ids: np.ndarray
-    """int32, prompt tokens, context after context."""
+    """[prompt tokens of all contexts] int32, context after context."""
     prompt_offsets: np.ndarray
     """[C + 1] int64, start of each context's prompt in `prompt_ids`."""
     response_ids: np.ndarray
@@ -25,11 +28,11 @@ class TokenBatch:
     response_offsets: np.ndarray
     """[C + 1] int64, start of each context's response in arrays of length N."""
     context_offsets: np.ndarray
-    """[R + 1] int64, number of each row's first context."""
+    """[R + 1] int64, number of each row's first context, and C at the end."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
-        """Read the tokens of generated rows, as views of Arrow's buffers if rows are one context.
+        """Read the tokens of generated rows. If each row has one context, the arrays are views of Arrow's buffers.
 
         Raises ValueError as `unfold` does.
         """
@@ -50,40 +53,45 @@ class TokenBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Prompt + response tokens of each context."""
+        """[C] number of tokens of each context, prompt and response."""
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
     def rows_of(self, contexts: np.ndarray) -> np.ndarray:
-        """Return the row of each context, [C] int64 for `contexts` [C]."""
+        """[K] int64, number of the row that each context belongs to, for context numbers `contexts` [K]."""
         return np.searchsorted(self.context_offsets, contexts, side="right") - 1
 
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
-        """Count the tokens of each pack: one prompt, and the responses of all its contexts."""
+        """Return the number of tokens of each pack: one prompt, and the responses of all contexts in the pack.
+
+        Args:
+            packs: context numbers of each pack.
+        """
         prompts, responses = np.diff(self.prompt_offsets), np.diff(self.response_offsets)
         return [int(prompts[pack[0]] + responses[list(pack)].sum()) for pack in packs]
 
 
 @dataclass
 class TrainBatch(TokenBatch):
-    """Rows of an iteration on one rank, with the columns that the update reads."""
+    """One rank's rows of an iteration, with the columns that the optimiser update reads."""
 
     mask: np.ndarray
     """[N] float32, 1 if the policy wrote the token and the row trains."""
     loss_mask: np.ndarray
-    """[N] float32, tokens that count in the loss: `mask` without the tokens that the off-policy correction rejects."""
+    """[N] float32, 1 for tokens that count in the loss: `mask`, with 0 for tokens that the off-policy correction
+    rejected."""
     rollout_log_probs: np.ndarray
     """[N] float32, log-probs of the engine."""
     old_log_probs: np.ndarray
-    """[N] float32, log-probs of the ratio's denominator: the engine's, until the trainer overwrites them with its own
-    (`actor.old_log_probs=recompute`)."""
+    """[N] float32, log-probs in the denominator of the probability ratio: the engine's, or, with
+    `actor.old_log_probs=recompute`, the trainer's after the actor has computed them."""
     advantages: np.ndarray
-    """[N] float32."""
+    """[N] float32, advantage of each token."""
     returns: np.ndarray
-    """[N] float32."""
+    """[N] float32, target of the critic for each token."""
     ids: np.ndarray
-    """[R] uint64, a hash of each row's uid and sample."""
+    """[R] uint64, hash of the row's uid and sample number."""
     groups: np.ndarray
-    """[R] uint64, a hash of each row's uid, which the samples of one prompt share."""
+    """[R] uint64, hash of the row's uid. The samples of one prompt have the same uid."""
     ref_log_probs: np.ndarray | None = None
     """[N] float32, log-probs of the reference policy; None without one."""
     values: np.ndarray | None = None
@@ -91,17 +99,18 @@ class TrainBatch(TokenBatch):
     weights: np.ndarray | None = None
     """[N] float32, importance weights of the off-policy correction, set by the actor."""
     token_mask: np.ndarray | None = None
-    """[N] bool, tokens that the policy loss chose in the mini-batch, set by the actor."""
+    """[N] bool, true for tokens that the `token_mask_fn` of the policy loss chose, set by the actor."""
     pair_margin: np.ndarray | None = None
-    """[N] float32, margin of the pair that the token belongs to, set by the actor for losses of pairs."""
+    """[N] float32, margin of the pair that the token belongs to (`LossInput.pair_margin`), set by the actor for losses
+    that compare pairs."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TrainBatch":
         """Read the columns of a table of finished rows.
 
         Raises:
-            ValueError: as `unfold`, or a row has a list column with another length than `response_ids`, or an advantage
-                that trains and is not finite.
+            ValueError: as `unfold`; a list column of a row has another length than `response_ids`; or the advantage of
+                a trained token is not finite.
         """
         tokens = TokenBatch.from_table(table)
         offsets = tokens.row_offsets
@@ -131,7 +140,7 @@ class TrainBatch(TokenBatch):
 
     @classmethod
     def concat(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
-        """Join the rows of all parts in order, with all columns that the update has written."""
+        """Join the rows of all parts, in order, with all their columns."""
         joined: dict[str, Any] = {}
         for name in vars(parts[0]):
             values = [getattr(part, name) for part in parts]
@@ -145,20 +154,23 @@ class TrainBatch(TokenBatch):
         return cls(**joined)
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
-        """Count the tokens of the loss mask in these rows, and the rows with such a token."""
+        """Return two numbers: of tokens in the rows `index` that count in the loss, and of rows with such a token."""
         per_row = self._count(self.loss_mask > 0)[index]
         return int(per_row.sum()), int((per_row > 0).sum())
 
     def trained_tokens(self, index: list[int]) -> np.ndarray:
-        """[M] indices into arrays of length N of these rows' tokens in the loss mask, row after row."""
+        """[M] indices, into arrays of length N, of the tokens in the rows `index` that count in the loss, row after
+        row."""
         offsets = self.row_offsets
         starts = offsets[index]
         tokens = ranges(starts, offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
         return tokens[self.loss_mask[tokens] > 0]
 
     def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
-        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`. They depend only on the seed, the step, the row
-        and the token's position in the row's response."""
+        """[M] uniform random numbers in [0, 1), one for each of `trained_tokens(index)`.
+
+        They depend only on the seed, the step, the row's id and the token's position in the row's response.
+        """
         drawn, offsets = [np.empty(0)], self.row_offsets
         for row in index:
             trained = self.loss_mask[offsets[row] : offsets[row + 1]] > 0
@@ -166,14 +178,19 @@ class TrainBatch(TokenBatch):
         return np.concatenate(drawn)
 
     def with_advantages(self, index: list[int]) -> list[int]:
-        """Select the rows of `index` with a token in the loss mask whose advantage is not 0."""
+        """Return the rows of `index` with at least one token that counts in the loss and has an advantage other than
+        0."""
         per_row = self._count((self.loss_mask > 0) & (self.advantages != 0))
         return [row for row in index if per_row[row]]
 
     def pairs(self, index: list[int]) -> np.ndarray:
-        """[P, 2] for each group in `index`, one row with an advantage above 0 and one with an advantage below 0.
+        """[P, 2] int64, pairs of row numbers: the rows of a group with advantage above 0 and below 0, in this order.
 
-        Groups without one of them have no pair. A row's sign comes from its first trained token with an advantage.
+        Groups without both have no pair. The sign of a row is the sign of its first advantage that is not 0, among
+        tokens that count in the loss.
+
+        Args:
+            index: numbers of the rows that may be in pairs.
         """
         signs = np.sign(self.advantages) * (self.loss_mask > 0)
         found: dict[int, list[int | None]] = {}
@@ -183,13 +200,18 @@ class TrainBatch(TokenBatch):
         return np.array([pair for pair in found.values() if None not in pair], dtype=np.int64).reshape(-1, 2)
 
     def _count(self, flags: np.ndarray) -> np.ndarray:
-        """[R] true flags [N] of each row."""
+        """[R] number of true entries of `flags` [N] in each row."""
         totals = np.concatenate([[0], np.cumsum(flags)])
         return np.diff(totals[self.row_offsets])
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[sum(counts)] the integers `start`, `start + 1`, ... of each range, range after range."""
+    """[sum(counts)] the integers of all ranges `start, ..., start + count - 1`, range after range.
+
+    Args:
+        starts: [K] first integer of each range.
+        counts: [K] number of integers in each range.
+    """
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 

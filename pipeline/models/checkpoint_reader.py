@@ -1,7 +1,8 @@
-"""Reads sharded checkpoints (`torch.distributed.checkpoint`) of unknown origin without running their code.
+"""Reads sharded checkpoints (`torch.distributed.checkpoint`) of unknown origin without running code from them.
 
-PyTorch pickles a checkpoint's index (`.metadata`) and its plain values (such as a learning rate), and unpickling can
-run any code. Here the index may contain only the classes of an index, and values are read with `weights_only=True`.
+PyTorch pickles the index of a checkpoint (the file `.metadata`) and all values that are not tensors (such as a learning
+rate), and unpickling can run any code. Here only the classes that an index needs are unpickled from it, and other
+values are read with `weights_only=True`.
 """
 
 import io
@@ -36,7 +37,8 @@ INDEX_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
 }
-"""Classes and functions that PyTorch's index of a checkpoint consists of, by module. Types of tensors are added."""
+"""Module to the names of its classes and functions that the index of a checkpoint may contain. The dtypes of torch are
+also allowed."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -48,13 +50,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder. It unpickles only the classes in `INDEX_CLASSES` from the index."""
+    """Reader of a checkpoint's folder that unpickles only the classes in `INDEX_CLASSES` from the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
+        """Read the index, the file `.metadata`.
 
         Raises:
-            ValueError: the index is damaged, contains a foreign class, or names a file outside of the folder.
+            ValueError: the index is damaged, contains a class that is not in `INDEX_CLASSES`, or names a file outside
+                of the folder.
             OSError: the index cannot be read.
         """
         file = Path(self.path) / ".metadata"
@@ -71,7 +74,11 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class _PlainValues(dcp.DefaultLoadPlanner):
-    """Reads other values than tensors with `weights_only=True`. Tensors that are called `optional` may be missing."""
+    """Load planner that reads values other than tensors with `weights_only=True`.
+
+    Args:
+        optional: last parts of names (after the last dot) of tensors that the checkpoint may lack.
+    """
 
     def __init__(self, optional: Collection[str]) -> None:
         super().__init__()
@@ -86,7 +93,7 @@ class _PlainValues(dcp.DefaultLoadPlanner):
                 del self.state_dict[name]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # PyTorch's planner unpickles its argument, so it gets a copy of what was read safely.
+        # PyTorch's planner unpickles its argument, so it gets a new pickle of the value that was read safely.
         copy = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), copy)
         copy.seek(0)
@@ -96,9 +103,14 @@ class _PlainValues(dcp.DefaultLoadPlanner):
 def load_checkpoint(
     state: dict[str, Any], folder: str | Path, no_dist: bool = False, optional: Collection[str] = ()
 ) -> None:
-    """Load the checkpoint in `folder` into the tensors of `state`; a collective unless `no_dist`.
+    """Load the checkpoint in `folder` into the tensors and values of `state`, in place.
 
-    Tensors whose own name is one of `optional` stay as they are if the checkpoint lacks them.
+    Args:
+        state: names, nested or not, to tensors and plain values.
+        folder: the checkpoint's folder.
+        no_dist: whether this process loads by itself; else the call is a collective of all ranks.
+        optional: last parts of tensor names (after the last dot). Such a tensor stays as it is if the checkpoint lacks
+            it.
 
     Raises:
         ValueError: the index is damaged or could run code, or a part of `state` is missing or unreadable.

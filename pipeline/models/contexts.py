@@ -1,13 +1,13 @@
-"""Contexts: the sequences of tokens that a row is made of.
+"""Contexts: the sequences, each a prompt and response tokens, that make up a row.
 
     row        response_ids  a1 a2 a3 b1 b2 c1 ...        one reward, one set of advantages
     contexts   prompt_ids a1 a2 a3 | prompt b1 b2 | prompt c1 ...
 
-Most rows are one context: their prompt and their response. An episode that summarises its past, forgets some of it or
-begins another conversation continues after another prompt; its column `contexts` has this prompt, and the number of
-response tokens that follow it. A context is a sequence that passes through a model. Everything else is about rows:
-groups, rewards, mini-batches, and the "sequences" of losses, their aggregation and the off-policy correction. So
-however an episode is cut into contexts, it has the weight of one row.
+Most rows have one context: the prompt and the response of the row. If an episode summarises its past, drops a part of
+it, or begins another conversation, the response continues after another prompt. Each such prompt, and the number of
+response tokens that follow it, is in the row's column `contexts`. Models process contexts. Everything else works on
+rows: groups, rewards, mini-batches, and the "sequences" of losses, of their aggregation and of the off-policy
+correction. So an episode has the weight of one row, for any number of contexts.
 """
 
 import numpy as np
@@ -18,16 +18,16 @@ from pipeline.rows import flat
 
 
 def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the C contexts of R rows with N response tokens.
+    """Read the C contexts of R rows with N response tokens in all, as flat arrays.
 
     Returns:
-        prompt tokens, context after context, and the offsets [C + 1] of the contexts in them;
-        response tokens [N], and the offsets [C + 1] of the contexts in them;
-        offsets [R + 1] of the rows in the contexts.
+        ids of prompt tokens, context after context, and offsets [C + 1] of the contexts in this array;
+        ids of response tokens [N], and offsets [C + 1] of the contexts in this array;
+        offsets [R + 1] of the rows in the contexts: row i has the contexts `offsets[i]:offsets[i + 1]`.
 
     Raises:
-        ValueError: `contexts` does not describe the response, a further context has no prompt, or a response follows an
-            empty prompt.
+        ValueError: the numbers of tokens in `contexts` do not add up to the response, a context after the first has no
+            prompt, or a response follows an empty prompt.
     """
     prompt_ids, prompt_offsets = flat(table, "prompt_ids")
     response_ids, response_offsets = flat(table, "response_ids")
@@ -65,12 +65,18 @@ def unfold(table: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 
 def _checked(table: pa.Table, listed: np.ndarray, lengths: np.ndarray) -> tuple[pa.Array, np.ndarray]:
-    """Read prompts (list array; no tokens for a row's first context) and response tokens [K] of the listed contexts.
+    """Read and check the column `contexts`, with K contexts in all.
 
     Args:
         table: the rows.
-        listed: [R] contexts in each row's list.
-        lengths: [R] response tokens of each row.
+        listed: [R] number of contexts in each row's list.
+        lengths: [R] number of response tokens of each row.
+
+    Returns:
+        prompts, a list array [K] of token ids (empty for the first context of a row), and the number of response tokens
+        of each context, [K].
+
+    Raises ValueError as `unfold` does.
     """
     contexts = table["contexts"].combine_chunks().flatten()
     prompts, tokens = contexts.field("prompt"), pc.fill_null(contexts.field("tokens"), -1).to_numpy()
@@ -100,7 +106,7 @@ def _checked(table: pa.Table, listed: np.ndarray, lengths: np.ndarray) -> tuple[
 
 
 def _lengths(array: pa.ListArray) -> np.ndarray:
-    """Entries of each list; 0 for null."""
+    """[rows] number of entries of each list; 0 for null."""
     return pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
 
 

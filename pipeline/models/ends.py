@@ -1,12 +1,13 @@
-"""The ends of answers: the tokens after which generation stops.
+"""End tokens: the tokens after which the generation of a response stops.
 
     eos of generation_config.json, or else of config.json ─┐
     eos of the tokenizer ──────────────────────────────────┼─► ids
-    the chat template's text after an answer ──────────────┘
+    the chat template's text after an assistant message ───┘
 
-Engines and `generate` of transformers read only the first two. A model that learns the template of another one, as a
-base model does, would end its answers with a token at which nothing stops. So every command takes its ids from here:
-engines stop at them, answers are learnt up to them, and a model that is saved names them in generation_config.json.
+Engines and `generate` of transformers read only the first two. A base model that is trained with the chat template of
+another model would end its responses with a token at which generation does not stop. So every command takes its end
+tokens from here: engines stop at them, responses are trained up to and including them, and generation_config.json of a
+saved model lists them.
 """
 
 import os
@@ -28,20 +29,23 @@ QUESTION = {"role": "user", "content": "Hello."}
 
 @dataclass(frozen=True)
 class Ends:
-    """End tokens of a model's answers."""
+    """End tokens of a model's responses."""
 
     ids: tuple[int, ...]
-    """Tokens after which generation stops."""
+    """Ids of the tokens after which generation stops."""
     missing: tuple[int, ...]
-    """Members of `ids` that the model's own files do not name as ends for `generate`."""
+    """Members of `ids` that are not an eos token in the model's configuration files, so that `generate` of transformers
+    would not stop at them."""
     line: str
-    """Sentence that names the end tokens, and warns if answers may continue after the template's end."""
+    """Sentence for the user that names the end tokens, with a warning if generation may continue after the text with
+    which the chat template ends an assistant message."""
     learnt: bool
-    """True if the template writes an end token after the last answer of a conversation."""
+    """True if the chat template writes an end token after the last assistant message of a conversation, or if there is
+    no template."""
 
 
 def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> Ends:
-    """Find the ends of the answers of `model`; reads the configuration files of `model.path`.
+    """Find the end tokens of `model` from the configuration files of `model.path`, the tokenizer and the chat template.
 
     Args:
         model: path of the model.
@@ -74,7 +78,14 @@ def ends_of(
     stored: Sequence[int] = (),
     vocabulary: int | None = None,
 ) -> Ends:
-    """Find the ends by the tokenizer, the ids `stored` with a model and its number of tokens; see `find_ends`."""
+    """Find the end tokens of a model whose configuration was read already; see `find_ends`.
+
+    Args:
+        tokenizer: has the chat template and an eos token.
+        arguments: further arguments of the chat template.
+        stored: ids of the eos tokens in the model's configuration files.
+        vocabulary: number of tokens of the model (`vocab_size`); None if it is not known.
+    """
     known = list(dict.fromkeys([*stored, *as_list(tokenizer.eos_token_id)]))
     turn, learnt, problem = None, True, ""
     if getattr(tokenizer, "chat_template", None):
@@ -96,20 +107,28 @@ def ends_of(
 
 
 def as_list(ids: Any) -> list[int]:
-    """Return ids that are stored as a number, a list, or null."""
+    """Return as a list the token ids that `generation_config.json` stores as a number, a list, or null."""
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def as_stored(ids: Sequence[int]) -> int | list[int]:
-    """Return ids in the form of `generation_config.json`."""
+    """Return token ids in the form of `generation_config.json`: a single id as a number, several as a list."""
     return ids[0] if len(ids) == 1 else list(ids)
 
 
 def _turn_end(
     tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], known: Sequence[int]
 ) -> tuple[int | None, str, list[int]]:
-    """Return the token that the template ends answers with, a problem if it has none, and its text after a last answer
-    as tokens."""
+    """Find the token with which the chat template ends an assistant message.
+
+    Args:
+        tokenizer, arguments: as in `ends_of`.
+        known: ids of end tokens that are known already; one of these is preferred.
+
+    Returns:
+        the token or None; a sentence on the problem if it is None, else ""; and the ids of the template's text after
+        the last assistant message of a conversation.
+    """
     try:
         last = _behind(tokenizer, arguments, [])
     # A template is foreign code and may raise anything.
@@ -125,7 +144,7 @@ def _turn_end(
         ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(ids)
 
-    # The common beginning closes the answer; after it, a template may open the next turn, or end the text.
+    # The common beginning closes the assistant message; then a template may open the next message, or end the text.
     closing = os.path.commonprefix([last, followed])
     for text in (closing, last, *([] if closing.strip() else [followed])):
         controls = [number for number in tokens(text) if number in added]
@@ -144,7 +163,12 @@ def _turn_end(
 
 
 def _behind(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], following: list[dict]) -> str:
-    """Return the template's text after an answer that `following` messages follow."""
+    """Return the text that the chat template writes after an assistant message.
+
+    Args:
+        tokenizer, arguments: as in `ends_of`.
+        following: messages after the assistant message.
+    """
     answer = f"S{secrets.token_hex(8)}S"
     messages = [QUESTION, {"role": "assistant", "content": answer}, *following]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))

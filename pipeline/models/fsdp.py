@@ -1,8 +1,9 @@
 """FSDP2: sharding, gradient norm, gathering and saving.
 
-1. `fully_shard` is applied to every transformer block, to an embedding that is not tied to the head, then to the root,
-   which has the head. The same code runs over gloo on CPUs and nccl on GPUs.
-2. Gradients are summed over ranks, not averaged (FSDP's default): losses are divided by counts over all ranks.
+1. `fully_shard` is applied to every transformer block, to each embedding that is not tied to the head, and last to the
+   root module, which contains the head. The same code runs over gloo on CPUs and nccl on GPUs.
+2. Gradients are summed over ranks, not averaged as FSDP does by default, since losses are divided by counts over all
+   ranks.
 
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
@@ -41,8 +42,9 @@ Module = TypeVar("Module", bound=nn.Module)
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost transformer blocks of a model, in order.
 
-    These are the `_no_split_modules` of a `transformers` model. A block with an embedding is left to the root, since a
-    tied head needs it there; if every block has one, or the model names none, the `layers` of its decoder are returned.
+    The blocks are the modules whose class is in `_no_split_modules` of the `transformers` model, except modules that
+    contain an embedding: it may be tied to the head, and then belongs to the root. If no block is left, the `layers` of
+    the decoder are returned.
     """
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     blocks: list[nn.Module] = []
@@ -63,7 +65,7 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def untied_embeddings(module: nn.Module) -> list[nn.Embedding]:
-    """Return the embeddings whose weights no other module has."""
+    """Return the embeddings whose weights are not shared with another module, such as the head."""
     owners = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     return [part for part in module.modules() if isinstance(part, nn.Embedding) and owners[id(part.weight)] == 1]
 
@@ -72,10 +74,10 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
     """Shard `module` in place, and move it to `device`.
 
     Args:
-        module: equal on all ranks; if each rank has read its slices of weights (`slices.py`), they are not cut again.
-        config: types, and whether gathered weights are freed.
+        module: the model, equal on all ranks; or with this rank's slices of the weights (`slices.py`), which stay.
+        config: dtypes, offloading, and whether gathered weights are freed after the forward pass.
         device: this rank's device.
-        mesh: the mesh of the slices; None shards over all ranks.
+        mesh: the mesh by which slices were read; None shards over all ranks.
 
     Returns:
         `module`: its parameters are DTensors, and its gradients are summed over ranks.
@@ -121,9 +123,10 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
 
 
 def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a global 2-norm of at most `max_norm`; returns the norm before, equal on every rank.
+    """Scale the gradients down to a global 2-norm of at most `max_norm`; a collective.
 
-    Gradients with a norm that is not finite are left as they are: skip that optimiser step.
+    Returns the norm before scaling, equal on every rank. If it is not finite, gradients are not changed; the caller
+    must then skip the optimiser step.
     """
     groups = by_mesh(parameter for parameter in params if parameter.grad is not None)
     squares = 0.0
@@ -139,7 +142,7 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group the parameters by device mesh, in order: norms and products of lists of `DTensor` refuse two meshes."""
+    """Group the parameters by their device mesh, in order, since torch computes norms only over one mesh at a time."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in params:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -147,13 +150,14 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class NotSavedError(RuntimeError):
-    """Error of a model that could not be saved. Every rank raises it."""
+    """Error if a model could not be saved. Every rank raises it."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather all parameters and persistent buffers, unsharded, in CPU memory on rank 0; {} elsewhere. A collective.
+    """Gather all parameters and persistent buffers, unsharded, in CPU memory; a collective.
 
-    A tied parameter appears once, under its first name. Adapters are merged, as in `lora.published`.
+    Returns name to tensor on rank 0, and {} on other ranks. A tied parameter appears once, under its first name.
+    Adapters are merged, as in `lora.published`.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
@@ -169,14 +173,17 @@ def save_hf(
 ) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
-    Rank 0 holds one block of the model and one file at a time. It writes next to `folder` and renames, so an
-    interrupted save never looks like a model. `folder` is new or empty, or with `replace` an older save. Weights are
-    saved as `dtype`, or as they are for None.
+    Rank 0 holds one block of the model and one file at a time. It writes a temporary folder next to `folder` and
+    renames it, so an interrupted save never looks like a model. A model with adapters is saved merged, and the adapter
+    itself in the subfolder `adapter`.
 
-    A model with adapters is saved merged, in the base's type for None, and the adapter in the folder `adapter` inside.
-
-    Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
-    is.
+    Args:
+        model: sharded or not.
+        tokenizer: the model's tokenizer.
+        folder: missing or empty; with `replace` it may hold an older save.
+        dtype: dtype of the saved weights; None keeps the model's (with adapters: the base's).
+        ends: ids of the end tokens (`ends.py`) for `generation_config.json`; empty keeps the model's.
+        replace: whether an older save in `folder` is replaced.
 
     Raises NotSavedError, on every rank, if rank 0 could not write.
     """
@@ -202,13 +209,13 @@ def save_hf(
             error = problem
     try:
         if rank == 0 and error is None:
-            # It deletes files that it takes for weights of an older save, so it comes before them.
+            # `save_pretrained` deletes files that look like weights of an older save, so weights are written after it.
             save_settings(model.lm, tokenizer, partial, dtype, ends)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
             take_place(partial, folder, replace)
-    # The other ranks wait for word; libraries raise errors of many kinds for a full disk.
+    # The other ranks wait for rank 0 in `_agree`; libraries raise errors of many kinds for a full disk.
     except Exception as problem:  # noqa: BLE001
         error = problem
     if error is not None:
@@ -224,9 +231,9 @@ def try_save(
     ends: Sequence[int] = (),
     replace: bool = False,
 ) -> None:
-    """Write what `save_hf` would, without the weights, and remove it; a collective with the same arguments.
+    """Try whether `save_hf` with the same arguments would work: write its files without weights, and delete them.
 
-    Raises NotSavedError, on every rank, if rank 0 could not write, or could not put it in the place of `folder`.
+    A collective. Raises NotSavedError, on every rank, if rank 0 could not write, or `folder` is a file.
     """
     folder, error = Path(folder), None
     partial = partial_of(folder)
@@ -247,7 +254,7 @@ def try_save(
 
 
 def _agree(sentence: str, error: Exception | None) -> None:
-    """Raise NotSavedError on every rank if rank 0 met with an error; a collective."""
+    """Raise NotSavedError, `sentence` with the reason, on every rank if `error` on rank 0 is not None; a collective."""
     reason = None if error is None else (error.strerror if isinstance(error, OSError) else None) or str(error)
     failure = [reason]
     if dist.is_initialized():
@@ -257,14 +264,14 @@ def _agree(sentence: str, error: Exception | None) -> None:
 
 
 def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> str:
-    """Save a model in the first of rank 0's `folders` that can be written; a collective.
+    """Save a model in the first of several folders that can be written, after saving failed; a collective.
 
     Args:
-        save: saves it in a folder; raises NotSavedError on every rank.
-        folders: places for it, the first choice first.
-        reason: sentence on why it is not saved in its own place.
+        save: saves the model in a folder; raises NotSavedError on every rank.
+        folders: folders to try, the first choice first; rank 0's are used.
+        reason: sentence on the failure so far.
 
-    Returns `reason`, and the folder that has the model.
+    Returns `reason`, continued by the folder that has the model now, or by further failures.
     """
     choice = [(list(folders), socket.gethostname())]
     dist.broadcast_object_list(choice, src=0)

@@ -1,17 +1,17 @@
-"""The handshake: engine and trainer give the same rows the same log-probs, before anything is learnt from them.
+"""The handshake: a check before training that trainer and engine compute the same log-probs for the same rows.
 
-Families of models are many, and engine and trainer have each their own code for them. So the trainer's numbers are
-compared with the engine's in each way in which rows pass through its model:
+Engine and trainer have separate code for each model family, so either may be wrong. The log-probs are compared in each
+form in which rows pass through the trainer's model:
 
-    alone            each row in a pass of its own
+    alone            each row in a separate pass
     packed           rows of several lengths end to end in one pass
-    sharing          samples after one copy of their prompt
-    padded           rows below each other in one pass, for models that cannot pack
+    sharing          samples of a group after one copy of their prompt
+    padded           rows padded to one length in one pass, for models that cannot pack
 
-In float32 they may differ by `LIMIT`, or by the rounding of a deep model. In bfloat16 mean and largest difference may
-be `FACTOR` times the differences between the trainer's own model in float32 and in the engine's type. If they differ by
-more, the ways that need less of the model are tried: without sharing, padded, with the family's own attention
-(`eager`). The first one that agrees is the run's.
+In float32 log-probs may differ by `LIMIT`, or by the rounding of a deep model. In bfloat16 the mean and the largest
+difference may each be `FACTOR` times the difference between the trainer's model in float32 and the same model in the
+engine's type. If they differ by more, simpler ways are tried in this order: without sharing; padded; padded with the
+family's own attention (`eager`). The run uses the first way that agrees.
 """
 
 import math
@@ -33,33 +33,37 @@ from pipeline.models.precision import computing_in
 from pipeline.models.sharing import Passes
 
 LIMIT = 1e-4
-"""Largest difference of two computations in float32, in nats."""
+"""Largest allowed difference of a token's log-prob in float32, in nats."""
 FACTOR = 2.0
-"""Largest allowed ratio of a difference to the difference that the type's rounding explains."""
+"""Largest allowed ratio of a difference to the difference that the rounding of the type explains."""
 NOT_HAD = (ValueError, RuntimeError, TypeError, NotImplementedError)
-"""Errors of a model without the requested attention, form of rows or type."""
+"""Errors that a model raises if it lacks the requested attention, form of rows or type."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between engine and trainer in one form of rows, in nats."""
+    """Absolute differences between the log-probs of engine and trainer in one form of rows, in nats."""
 
     form: str
+    """Name of the form, such as `alone`."""
     mean: float
+    """Mean over all response tokens, in nats."""
     largest: float
+    """Largest of all response tokens, in nats."""
     tokens: int
-    """Length of the row with the largest difference."""
+    """Length in tokens of the row with the largest difference."""
     by_length: dict[int, float]
-    """The largest difference in rows of each length."""
+    """Length of rows in tokens, to the largest difference in rows of this length, in nats."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits of `Difference`, in nats."""
+    """Largest allowed values of a `Difference`, in nats."""
 
     mean: float
     largest: float
     why: str
+    """Clause on the origin of the limit, for sentences."""
 
     def exceeded(self, found: Difference) -> bool:
         return not (found.mean <= self.mean and found.largest <= self.largest < math.inf)
@@ -67,16 +71,16 @@ class Limit:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison."""
+    """Result of the handshake."""
 
     way: Way
-    """The way that agrees, or the first one."""
+    """The way (attention, packed or not, shared or not) for which engine and trainer agree; `first` if none does."""
     first: Way
-    """The way of the settings and the model's class."""
+    """The way that follows from the settings and the model's class."""
     differences: list[Difference]
-    """Differences with `way`, form by form."""
+    """Differences with `way`, one per form of rows."""
     before: list[Difference]
-    """Differences with `first`."""
+    """Differences with `first`, one per form of rows."""
     limit: Limit
 
     @property
@@ -89,7 +93,7 @@ class Comparison:
 
     @property
     def agree_up_to(self) -> int:
-        """Longest length in tokens up to which all rows agree."""
+        """Length in tokens of the longest row for which this row and all shorter ones agree; 0 if none does."""
         largest: dict[int, float] = {}
         for found in self.differences:
             for length, apart in found.by_length.items():
@@ -103,14 +107,14 @@ class Comparison:
 
 
 class Compared:
-    """A policy with the engine's rows, whose log-probs it computes in any way.
+    """The trainer's policy and rows that the engine generated, for comparing their log-probs in any way.
 
     Args:
-        policy: as it trains.
-        rows: the engine's rows.
+        policy: the policy, sharded as it trains.
+        rows: rows that the engine generated, with the engine's log-probs.
         device: this rank's device.
-        budget: most tokens of a pass.
-        sequence: ranks that divide the positions of packed rows.
+        budget: most tokens of a pass, unless a single row has more.
+        sequence: ranks among which the positions of packed rows are divided; None without sequence parallelism.
     """
 
     def __init__(
@@ -130,7 +134,10 @@ class Compared:
         return self.policy.decoder.config.get_text_config()
 
     def forms(self, way: Way) -> Iterator[tuple[str, list[list[list[int]]]]]:
-        """Yield the forms of rows that occur in a way, each with the packs of its passes."""
+        """Yield the forms in which rows pass through the model with `way`.
+
+        Yields the form's name and its passes. A pass is a list of packs, a pack a list of row numbers.
+        """
         count = len(self.rows)
         singles = [[row] for row in range(count)]
         yield "alone", [[single] for single in singles]
@@ -139,7 +146,12 @@ class Compared:
             yield "after a shared prompt", self._passes(_by_prompt(self.rows), way)
 
     def log_probs(self, passes: Sequence[list[list[int]]], way: Way) -> np.ndarray:
-        """[N] float64 of the rows' response tokens; a collective."""
+        """[N] float64, the policy's log-probs of the N response tokens; a collective.
+
+        Args:
+            passes: the packs of each pass, a pack as row numbers.
+            way: attention, and whether the packs of a pass lie end to end or are padded.
+        """
         found = np.zeros(len(self.engine))
         before, self.config._attn_implementation = self.config._attn_implementation, way.attention
         try:
@@ -159,11 +171,14 @@ class Compared:
         return found
 
     def differences(self, way: Way) -> list[Difference]:
-        """Measure the distance of the engine from each form of `way`; a collective."""
+        """Measure the difference between trainer and engine in each form of `way`; a collective."""
         return [self._difference(form, self.log_probs(passes, way) - self.engine) for form, passes in self.forms(way)]
 
     def rounding(self, way: Way, dtype: torch.dtype) -> Difference:
-        """Measure the distance of the model in `dtype` from float32, or in float32 from float64; a collective."""
+        """Measure the difference between the policy in `dtype` and in float32 (float64 if `dtype` is float32).
+
+        A collective. Each row has a separate pass.
+        """
         passes = [[[row]] for row in range(len(self.rows))]
         with computing_in(self.policy, torch.float64 if dtype == torch.float32 else torch.float32):
             exact = self.log_probs(passes, way)
@@ -188,13 +203,13 @@ class Compared:
 
 
 def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype) -> Comparison:
-    """Compare engine and trainer, and find the way in which they agree; a collective.
+    """Compare engine and trainer, and find a way in which they agree; a collective.
 
     Args:
         compared: the policy and the engine's rows.
-        passes: the policy's passes of rows now.
-        exact: whether both compute in float32.
-        dtype: the engine's type.
+        passes: the form in which rows pass through the policy now.
+        exact: whether engine and trainer both compute in float32.
+        dtype: type in which the engine computes.
     """
     first = Way(compared.config._attn_implementation, passes.packed, passes.shared)
     limit = Limit(LIMIT, LIMIT, "in float32") if exact else _rounded(compared, first, dtype)
@@ -217,7 +232,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
 
 
 def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
-    """Return the limit that the rounding of a type explains, on top of `LIMIT`; a collective."""
+    """Return the limit `FACTOR` times the rounding in `dtype` (`Compared.rounding`) plus `LIMIT`; a collective."""
     rounding = compared.rounding(way, dtype)
     return Limit(
         FACTOR * rounding.mean + LIMIT,
@@ -227,7 +242,12 @@ def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
 
 
 def ways(first: Way, divided: bool) -> Iterator[Way]:
-    """Yield other ways than `first`, the fastest first; with `divided` positions only packed ones."""
+    """Yield the ways to try if `first` does not agree, the fastest first.
+
+    Args:
+        first: the way that was tried already.
+        divided: whether ranks divide the positions of a sequence, so that rows must be packed.
+    """
     tried = {first}
     for way in (
         replace(first, shared=False),
@@ -239,7 +259,7 @@ def ways(first: Way, divided: bool) -> Iterator[Way]:
 
 
 def token_batch(rows: Greeting) -> TokenBatch:
-    """Return the rows as arrays."""
+    """Convert the rows of the handshake to a `TokenBatch`."""
 
     def flat(parts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         counts = np.array([len(part) for part in parts], dtype=np.int64)
@@ -251,7 +271,7 @@ def token_batch(rows: Greeting) -> TokenBatch:
 
 
 def _by_prompt(rows: TokenBatch) -> list[list[int]]:
-    """Group rows with equal prompts, which are neighbours."""
+    """Group neighbouring rows with equal prompts; returns the row numbers of each group."""
     packs: list[list[int]] = []
     last: tuple[int, ...] | None = None
     for row in range(len(rows)):
@@ -265,7 +285,7 @@ def _by_prompt(rows: TokenBatch) -> list[list[int]]:
 
 
 def sentence(found: Comparison, plan: GreetingPlan) -> str:
-    """Describe the result of the handshake."""
+    """Describe the result of the handshake in a sentence for the user."""
     worst = found.worst
     if found.agrees and found.way == found.first:
         forms = ", ".join(difference.form for difference in found.differences)

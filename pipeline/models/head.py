@@ -1,4 +1,4 @@
-"""The fused head: log-probs and entropies of chosen tokens from hidden states, chunk by chunk, with exact gradients.
+"""The fused head: computes log-probs and entropies of given tokens from hidden states, chunk by chunk, with gradients.
 
     forward    logits of a chunk ─► log-prob of its targets, log of the softmax's denominator, entropy
     backward   logits once more ─► probabilities ─► gradient of the logits ─► of hidden states and weights
@@ -7,8 +7,9 @@ With logits x, p = softmax(x) and H the entropy, the gradients are
 
     d log p_t / dx = 1_t - p            dH / dx = -p (log p + H)
 
-Only [N] numbers are kept between the passes, and only the logits of one chunk exist, two or three times. The
-vocabulary may be spread over the ranks of a group, which then add up what their parts of the logits contribute.
+Between forward and backward pass only numbers per token [N] are kept. The logits [tokens, V] exist only for one chunk
+at a time, in two or three copies. The vocabulary may be divided over the ranks of a tensor group; the ranks then sum
+their contributions.
 """
 
 from dataclasses import dataclass
@@ -24,16 +25,25 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class LogitRule:
-    """The rule from the numbers z of a linear head to logits: `cap tanh(scale z / cap) / temperature`, or without a cap
-    `scale z / temperature`."""
+    """Rule that turns the outputs z of a linear head into logits.
+
+    Logits are `softcap tanh(scale z / softcap) / temperature`, or without a cap `scale z / temperature`.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
     def apply(self, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Turn the head's numbers [N, V] into logits [N, V] float32; float32 numbers are overwritten. Returns also the
-        derivative by these numbers if it depends on them; None if it is `slope`."""
+        """Turn the head's outputs into logits.
+
+        Args:
+            numbers: [N, V] outputs of the head; overwritten if they are float32.
+
+        Returns:
+            logits [N, V] float32; and the derivative of each logit by its output, [N, V], or None if it is `slope`
+            everywhere.
+        """
         x = numbers.float()
         if self.softcap is None:
             return x if self.slope == 1.0 else x.mul_(self.slope), None
@@ -43,24 +53,24 @@ class LogitRule:
 
     @property
     def slope(self) -> float:
-        """Derivative of a logit by the head's number, without a cap or at 0."""
+        """Derivative of a logit by the output of the head, without a cap, or with a cap at output 0."""
         return self.scale / self.temperature
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The rows of the head's weights that this rank has."""
+    """The part of the vocabulary for which this rank has the rows of the head's weights."""
 
     first: int
-    """Token of the first row."""
+    """Token id of this rank's first row."""
     group: dist.ProcessGroup
-    """Ranks that have the others, and see the same hidden states."""
+    """Ranks that together have all rows, and compute with the same hidden states."""
 
 
 def own_rows(parameter: Tensor | None) -> tuple[Tensor | None, VocabularyPart | None]:
-    """Return the rows of a head's weights [V, H] or bias [V] that this rank has.
+    """Return this rank's rows of a head's weights [V, H] or bias [V], and the part of the vocabulary that they cover.
 
-    The second result is their part of the vocabulary; None if tensor parallelism has not divided them.
+    The part is None if tensor parallelism has not divided the rows.
     """
     if not isinstance(parameter, DTensor):
         return parameter, None
@@ -146,7 +156,12 @@ class _Head(torch.autograd.Function):
 
 
 def _places(targets: Tensor, rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
-    """Return rows of the targets [N] in this rank's weights, and a mask of the targets that it has (None for all)."""
+    """Find the rows of this rank's weights for the tokens `targets` [N].
+
+    Returns:
+        [N] row numbers, any row for tokens that this rank does not have; and [N] bool, true for tokens that it has, or
+        None if it has all.
+    """
     if part is None:
         return targets, None
     place = targets - part.first
@@ -167,13 +182,13 @@ def token_log_probs(
 
     Args:
         hidden: [N, H] hidden states; N may be 0.
-        weight: [V, H], of the type of `hidden`; with `part` this rank's rows.
+        weight: [V, H], of the dtype of `hidden`; with `part` only this rank's rows.
         bias: [V] or None.
-        targets: [N] int64, tokens of the whole vocabulary.
-        rule: turns the head's numbers into logits.
-        chunk_tokens: positions whose logits exist at a time.
-        with_entropy: also give entropies.
-        part: the rows that `weight` has, if ranks share the vocabulary.
+        targets: [N] int64, ids in the whole vocabulary.
+        rule: turns the head's outputs into logits.
+        chunk_tokens: number of positions for which logits exist at the same time.
+        with_entropy: whether to compute entropies too.
+        part: the part of the vocabulary that `weight` covers, if ranks divide the vocabulary; else None.
 
     Returns:
         log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).

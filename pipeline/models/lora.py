@@ -4,11 +4,12 @@
 
 1. Adapters are injected into a model that is not sharded yet, and are equal on all ranks. FSDP then shards base and
    adapter together: a rank holds the same rows of W and B.
-2. Adapters, and heads that are trained with them, are float32 for any type of the base: they are small, and the
-   optimiser's small steps must not be rounded.
-3. `published` gives the weights that leave the trainer: merged, under the names that the model has without adapters,
-   or only the adapter's. Each rank merges its own rows.
-4. The head has no adapter: it is used past its module, and is tied to the embedding in many models.
+2. Adapters, and heads that are trained with them, are float32 for any dtype of the base: they are small, and the small
+   steps of the optimiser must not be lost to rounding.
+3. `published` yields the weights for engines and saved models: merged, under the names that the model has without
+   adapters, or only the adapter's. Each rank merges its own rows.
+4. The head has no adapter: only its weights are read, its module is never called, and in many models it is tied to the
+   embedding.
 """
 
 import re
@@ -34,19 +35,20 @@ if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
 
 BASE = "base_layer."
-"""peft's addition to the names of the weights that an adapter covers."""
+"""Part that peft inserts into the names of the weights W to which an adapter belongs."""
 
 
 def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: bool = False) -> None:
-    """Freeze `lm` and put adapters into the linear layers inside of it, in place; nothing without a rank.
+    """Freeze `lm` and put adapters into its linear layers, in place. Does nothing if `config.rank` is 0.
 
     Args:
         lm: a `transformers` model, not sharded.
         config: `model.lora`.
         key: the configuration key of the model's path, for errors.
-        train_head: whether layers outside of the base model, such as a new head, are trained whole.
+        train_head: whether weights outside of the base model, such as a new head, are trained too.
 
-    Raises ValueError for targets that match nothing, and for a starting adapter of another model.
+    Raises ValueError for targets that match no layer, and for a starting adapter (`config.path`) that does not fit the
+    model.
     """
     if not config.rank:
         return
@@ -63,7 +65,7 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         )
     # Whole names: peft would also look for the targets outside of the base model.
     settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.chosen(names), bias="none")  # type: ignore[arg-type]
-    # `published` could not merge adapters of the tensor of all experts.
+    # `published` could not merge an adapter of a single tensor that holds all experts.
     with torch.random.fork_rng(devices=[]), targets_as_named():
         torch.manual_seed(0)
         try:
@@ -82,23 +84,23 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of a model that has adapters."""
+    """The part of a model's weights that gets adapters."""
 
     text: str
-    """Description of the part."""
+    """Description of the part, for a sentence."""
     complete: bool
-    """True if every matrix that the targets name has an adapter."""
+    """True if every matrix that `model.lora.target_modules` names gets an adapter."""
 
 
 def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoModelForCausalLM") -> Coverage | None:
-    """Find the part of the model of `config` that gets adapters, without its weights; None without a rank.
+    """Find the part of a model that gets adapters, without loading weights; None if the LoRA rank is 0.
 
     Args:
-        config: path and adapters.
+        config: settings of the model: path and adapters.
         key: the configuration key of the path.
-        auto: the class of `transformers` that makes the model.
+        auto: name of the class of `transformers` that makes the model.
 
-    Raises ValueError as `inject`, and for a model that `transformers` cannot make.
+    Raises ValueError as `inject` does, and for a model that `transformers` cannot make.
     """
     if not config.lora.rank:
         return None
@@ -160,15 +162,15 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that leave the trainer, one by one; with adapters a collective.
+    """Yield the weights for engines and saved models, one by one; with adapters a collective.
 
     Args:
         model: sharded or not, with or without adapters.
-        adapter_alone: the adapter's tensors, and no others.
+        adapter_alone: whether to yield only the tensors of the adapter; else these are merged into the base.
 
     Yields:
-        `(name, tensor)` in the order of `state.tensors`: parameters and buffers. Merged weights are float32, new,
-        sharded as the base's; all others are the model's own tensors.
+        `(name, tensor)` in the order of `state.tensors`: parameters and buffers. Merged weights are new float32
+        tensors, sharded as the base; all others are the model's own tensors.
     """
     _reshard(model)
     for name, tensor in tensors(model):
@@ -184,7 +186,7 @@ def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[s
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """W + alpha / r * B A of a layer [out, in] float32; each rank computes the rows that it holds."""
+    """[out, in] float32, W + alpha / r * B A of a layer with an adapter; each rank computes its rows."""
     weight = layer.base_layer.weight
     a: Any = layer.lora_A[adapter.NAME].weight.detach()  # [r, in]
     b: Any = layer.lora_B[adapter.NAME].weight.detach()  # [out, r]
@@ -200,7 +202,7 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free weights that a forward pass without a backward pass has left gathered, in the type of the computation."""
+    """Free gathered weights, which a forward pass without a backward pass leaves behind in the dtype of computation."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -208,13 +210,13 @@ def _reshard(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Make the model its base within the block. Nothing else changes."""
+    """Switch the adapters off within the block, so that the model computes as its base."""
     with switched_off(part for part in model.modules() if hasattr(part, "lora_A")):
         yield
 
 
 def adapter_state(model: "Pretrained") -> dict[str, Tensor]:
-    """Gather the trained tensors, whole, in CPU memory, by their names in an adapter's file; a collective."""
+    """Gather the trained tensors, unsharded, in CPU memory: name in an adapter's file to tensor. A collective."""
     _reshard(model)
     state = {}
     for name, parameter in model.named_parameters():
@@ -225,12 +227,18 @@ def adapter_state(model: "Pretrained") -> dict[str, Tensor]:
 
 
 def save(model: "Pretrained", state: dict[str, Tensor], folder: Path) -> None:
-    """Write `adapter_state(model)` as a folder that peft and vLLM read."""
+    """Write an adapter as a folder that peft and vLLM read.
+
+    Args:
+        model: the model with the adapter.
+        state: result of `adapter_state(model)`.
+        folder: created if it is missing.
+    """
     ours = model.lm.peft_config[adapter.NAME]
     layers = sorted({adapter.module_name(name) for name in state if ".lora_" in name})
     plain = [name for name, part in model.lm.named_modules() if isinstance(part, nn.Linear)]
     config = LoraConfig(rank=ours.r, alpha=ours.lora_alpha)
-    # The last part of a name, unless layers without an adapter share it.
+    # Targets are the last parts of layer names; whole names if a layer without an adapter has the same last part.
     if {name.rpartition(".")[2] for name in layers} & {name.rpartition(".")[2] for name in plain}:
         config.target_modules = layers
     adapter.write(folder, adapter.settings_of(config, model.lm.name_or_path, state), state)

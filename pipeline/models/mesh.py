@@ -1,12 +1,13 @@
-"""The mesh: the ranks that divide a model's weights among them, and the ranks that see the same rows.
+"""The mesh: groups of ranks that divide a model's weights, and groups of ranks that process the same rows.
 
     rank = (replica * shards + shard) * tensor + place in the tensor group
     rank = (group * sequence + place in the sequence) * tensor + place in the tensor group
 
-`sequence * tensor` neighbouring ranks see the same rows. Each rank of a tensor group computes a part of every layer
-(heads, columns of matrices, experts, vocabulary) by the plan of the model's class in `transformers`; each rank of a
-sequence computes a part of the positions (`sequence_parallel.py`). FSDP divides the weights over the `shards`, which
-contain the ranks of a sequence, and keeps a copy of these in each of the `replicate` replicas.
+`sequence * tensor` neighbouring ranks process the same rows. Each rank of a tensor group computes a part of every layer
+(heads, columns of matrices, experts, vocabulary) by the plan of the model's class in `transformers`. Each rank of a
+sequence group computes a part of the positions (`sequence_parallel.py`). FSDP divides the weights over the `shards`
+ranks of a replica, and each of the `parallel.replicate` replicas has a whole copy. The ranks of a sequence group are in
+one replica and hold different shards.
 """
 
 import math
@@ -25,45 +26,51 @@ class Mesh:
     """The ranks of a model."""
 
     data: DeviceMesh
-    """Mesh for `fully_shard`: (replicas and) shards, which see different rows or positions."""
+    """Mesh for `fully_shard`: (replicas, shards), or (shards) with one replica. Its ranks process different rows or
+    positions."""
     shards: DeviceMesh
-    """One-dimensional: the ranks that divide the weights."""
+    """One-dimensional mesh of the ranks over which FSDP divides the weights."""
     tensor: DeviceMesh | None = None
-    """One-dimensional: the ranks that each compute a part of every layer; None if each computes whole layers."""
+    """One-dimensional mesh of the ranks that each compute a part of every layer; None if each rank computes whole
+    layers."""
     both: DeviceMesh | None = None
-    """(shards, tensor), if there is a `tensor`."""
+    """Two-dimensional mesh (shards, tensor); None if `tensor` is None."""
     expert: int = 1
-    """Ranks that divide the experts; 1 or all of `tensor`."""
+    """Number of ranks that divide the experts: 1, or all ranks of `tensor`."""
     sequence: DeviceMesh | None = None
-    """One-dimensional: the ranks that each have a part of the positions; None if each has all."""
+    """One-dimensional mesh of the ranks that each compute a part of the positions; None if each computes all."""
 
     @property
     def same_rows(self) -> int:
-        """Number of ranks that see the same rows; neighbours."""
+        """Number of (neighbouring) ranks that process the same rows."""
         return math.prod(mesh.size() for mesh in (self.tensor, self.sequence) if mesh)
 
     @property
     def sequence_ranks(self) -> int:
-        """Number of ranks that divide the positions among them."""
+        """Number of ranks among which the positions of a sequence are divided; 1 without sequence parallelism."""
         return self.sequence.size() if self.sequence else 1
 
     @property
     def positions(self) -> dist.ProcessGroup | None:
-        """The ranks that divide the positions of a sequence among them; None if each has all."""
+        """Process group of the ranks among which the positions of a sequence are divided; None if each computes all."""
         return self.sequence.get_group() if self.sequence else None
 
     @property
     def slices(self) -> bool:
-        """True if a rank has less than a whole model."""
+        """True if each rank has only a slice of the model's weights."""
         return self.shards.size() > 1 or self.tensor is not None
 
 
 def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None) -> Mesh:
-    """Make the mesh of all ranks; a collective. A GPU becomes this process's own, before anything is communicated.
+    """Make the mesh of all ranks; a collective. If `device` is a GPU, it becomes the current device of this process.
+
+    Args:
+        device: this rank's device.
+        parallel: sizes of the groups; None divides the weights over all ranks.
 
     Raises:
         RuntimeError: no process group is initialised.
-        ValueError: the sizes do not divide the number of ranks.
+        ValueError: the product of the sizes does not divide the number of ranks.
     """
     if not dist.is_initialized():
         raise RuntimeError("sharding needs a process group; call torch.distributed.init_process_group first")
@@ -90,7 +97,8 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
 
 
 def _device_mesh(device: torch.device, shape: tuple[int, int, int], names: tuple[str, str, str]) -> DeviceMesh:
-    """Make a mesh of all ranks whose groups wait as long as the whole group does; torch gives them 10 or 30 minutes."""
+    """Make a mesh of all ranks. Collectives in its groups get the timeout of the default process group, instead of
+    torch's default of 10 or 30 minutes."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     share_deadline(mesh, device)
     return mesh

@@ -1,11 +1,13 @@
-"""The packs that share a forward pass.
+"""Division of packs into micro-batches, one forward pass each, within a token budget.
 
-Packs (`packing.py`) that stand end to end fill passes by their tokens, first fit, the longest first. Padded packs are
-grouped by length until the padded size, packs * longest pack, reaches the token budget, so padding is small. Packs that
-must stay together, such as the packs of one row, are a unit; padded, each has the size of its longest pack.
+A pack is one or more contexts after one prompt (`packing.py`). If packs lie end to end in a pass, without padding, the
+longest packs are placed first, each into the first micro-batch with room (first fit). If packs are padded, packs of
+similar length are grouped until the padded size, packs * longest pack, reaches the budget, so padding is small. Packs
+that must be in one pass, such as the packs of one row, form a unit; in a padded pass each pack of a unit counts as long
+as the unit's longest.
 
-Each pass gathers weights from all ranks, so all ranks must run equally many; a caller can set the exact number of
-micro-batches. The rank's tokens are then spread over them evenly, so that no rank waits for another in any of them.
+Each pass gathers weights from all ranks, so all ranks must run the same number of micro-batches, which a caller can
+set. The rank's tokens are then divided evenly among the micro-batches, so that ranks wait little for each other.
 """
 
 import heapq
@@ -20,9 +22,9 @@ APART = (
 
 
 def minimum_parts(lengths: list[int], max_tokens: int, units: list[int] | None = None, packed: bool = False) -> int:
-    """Count the micro-batches that packs of these lengths need within `max_tokens` tokens each; 0 without packs.
+    """Return the smallest number of micro-batches of at most `max_tokens` tokens that hold all packs; 0 without packs.
 
-    Arguments and errors are as in `split_micro_batches`.
+    For packs end to end the number is nearly the smallest. Arguments and errors are as in `split_micro_batches`.
     """
     if packed:
         return len(_first_fit(_sizes(lengths, max_tokens, units), max_tokens))
@@ -36,19 +38,19 @@ def split_micro_batches(
     units: list[int] | None = None,
     packed: bool = False,
 ) -> list[list[int]]:
-    """Put packs into micro-batches: exactly `parts` of them, or `minimum_parts` if `parts` is None.
+    """Divide packs into micro-batches. Returns the pack numbers (from 0) of each micro-batch.
 
-    Every pack is in one batch. Each batch holds at most `max_tokens` tokens (padded: packs * longest pack), and the
-    largest size is as small as `parts` batches allow (packed: nearly). If there are fewer units than parts, the last
-    batches are empty. The largest come first, so that memory runs out at once or never.
+    Every pack is in one micro-batch. Each micro-batch holds at most `max_tokens` tokens (padded: packs * longest pack),
+    and the largest one is as small as `parts` micro-batches allow (packed: nearly). If there are fewer units than
+    parts, the last micro-batches are empty. The largest come first, so that memory runs out at once or never.
 
     Args:
-        lengths: prompt + response tokens of each pack.
-        max_tokens: `actor.ppo_max_token_len_per_gpu`, as many times as ranks share a pass.
-        parts: number of micro-batches, at least `minimum_parts` of the other arguments.
-        units: numbers of neighbouring packs that must stay together, unit by unit; None if no packs must. They also
-            stay neighbours, in their order.
-        packed: whether packs stand end to end, without padding.
+        lengths: number of tokens of each pack, prompt and response.
+        max_tokens: `actor.ppo_max_token_len_per_gpu` times the number of ranks that share a pass.
+        parts: number of micro-batches, at least `minimum_parts`; None for `minimum_parts`.
+        units: number of packs in each unit of packs that must be in one micro-batch, such as [1, 3]: pack 0 by itself,
+            packs 1 to 3 together. The packs of a unit stay in order. None if each pack is a unit.
+        packed: whether packs lie end to end, without padding.
 
     Raises ValueError if a single unit is longer than `max_tokens`, or `parts` is below the minimum.
     """
@@ -85,12 +87,12 @@ def split_micro_batches(
 
 
 def _first(packs: int, units: list[int] | None) -> Sequence[int]:
-    """[U + 1] the first pack of each unit, and the end of the last one."""
+    """[U + 1] the first pack of each of the U units, and at the end the number of packs."""
     return range(packs + 1) if units is None else list(accumulate(units, initial=0))
 
 
 def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list[int]:
-    """Tokens of each unit."""
+    """[U] number of tokens of each unit, at least 1. Raises ValueError if one has more than `max_tokens`."""
     first = _first(len(lengths), units)
     sizes = [max(sum(lengths[a:b]), 1) for a, b in zip(first, first[1:], strict=False)]
     if max(sizes, default=0) > max_tokens:
@@ -108,10 +110,15 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
 
 
 def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
-    """Put units into batches of at most `budget` tokens, from the largest to the smallest, each into the first with
-    room.
+    """Put units into batches of at most `budget` tokens, from the largest to the smallest, each into the first batch
+    with room.
 
-    It needs at most 11/9 of the fewest batches, and 2/3 of one (Dosa, 2007).
+    Returns the units of each batch. The number of batches is at most 11/9 of the smallest possible number, plus 2/3
+    (Dosa, 2007).
+
+    Args:
+        sizes: [U] number of tokens of each unit.
+        budget: most tokens of a batch.
     """
     batches: list[list[int]] = []
     room: list[int] = []
@@ -127,9 +134,11 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
 
 
 def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
-    """Put units into exactly `parts` batches of similar size, the largest first. Each unit, from the largest to the
-    smallest, goes to the batch with most room. If this does not fit, first fit does, and its largest batches are
-    divided."""
+    """Put units into exactly `parts` batches of similar size; returns the units of each batch, the largest batch first.
+
+    Each unit, from the largest to the smallest, goes to the batch with the fewest tokens. If a batch exceeds `budget`
+    this way, `_first_fit` makes the batches instead, and the largest of these are divided until there are `parts`.
+    """
     heap = [(0, number) for number in range(parts)]
     batches: list[list[int]] = [[] for _ in range(parts)]
     for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
@@ -148,7 +157,10 @@ def _spread(sizes: list[int], budget: int, parts: int) -> list[list[int]]:
 
 
 class _Units:
-    """Units of packs, sorted by their longest pack, the longest first. Arguments as in `split_micro_batches`."""
+    """Units of padded packs, sorted by the length of their longest pack, the longest first.
+
+    Arguments are as in `split_micro_batches`; U is the number of units.
+    """
 
     def __init__(self, lengths: list[int], max_tokens: int, units: list[int] | None):
         first = _first(len(lengths), units)
@@ -159,11 +171,11 @@ class _Units:
         order = sorted(range(len(longest)), key=lambda unit: -longest[unit])
         self._ordered = [max(longest[unit], 1) for unit in order]
         self.order = order
-        """The packs, unit after unit."""
+        """Pack numbers, unit after unit."""
         self._before = first
-        """[U + 1] the first index of each unit in `order`, and the end of the last one."""
+        """[U + 1] the first index of each unit in `order`, and at the end the number of packs."""
         self.largest = max(self._ordered[:1], default=0)
-        """Padded size of the largest unit."""
+        """Padded size of the largest unit, in tokens."""
         if units is not None:
             self.order = [pack for unit in order for pack in range(first[unit], first[unit + 1])]
             self._before = list(accumulate((units[unit] for unit in order), initial=0))
@@ -179,14 +191,17 @@ class _Units:
         return self._ordered[start] * (self._before[stop] - self._before[start])
 
     def packs(self, start: int, stop: int) -> list[int]:
-        """Return the packs of the units from `start` to `stop - 1`."""
+        """Return the pack numbers of the units from `start` to `stop - 1`."""
         return self.order[self._before[start] : self._before[stop]]
 
     def fill(self, budget: int) -> list[int]:
-        """Return the units at which the fewest batches within `budget` padded tokens each end; no unit is larger.
+        """Divide the sorted units into as few batches of at most `budget` padded tokens as possible.
 
-        Filling each batch with the longest units left is optimal if units are single packs: any batch that holds the
-        longest has room for equally many, and taking longer ones leaves the shorter.
+        Returns the `stop` of each batch: the number of its last unit, plus 1. No unit may be larger than `budget`.
+
+        Each batch takes the longest units that are left, as many as fit. This is optimal if units are single packs: a
+        batch that holds the longest pack has room for a fixed number of packs, and it is best to take the longest ones
+        and leave the shorter ones.
         """
         ends: list[int] = []
         start = 0

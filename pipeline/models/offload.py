@@ -1,8 +1,8 @@
-"""Activations that wait in host memory from the forward to the backward pass.
+"""Offloading of activations: they are kept in host memory between the forward and the backward pass.
 
-With gradient checkpointing a forward pass keeps the input of each layer, [B, T, H], and computes the rest again. Those
-inputs are copied to pinned host memory as they are saved, and back as the backward pass reaches their layer: 2 B T H
-bytes for a layer in bfloat16 each way, while the layer computes some 96 B T H^2 operations.
+With gradient checkpointing a forward pass saves only the input of each layer, [B, T, H], and the backward pass computes
+the rest again. Each input is copied to pinned host memory when it is saved, and back when the backward pass reaches its
+layer. In bfloat16 these are 2 B T H bytes per layer in each direction, during some 96 B T H^2 operations of the layer.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch.autograd import graph
 
 
 def offload_activations(decoder: Any) -> None:
-    """Keep the tensors that `decoder` saves for the backward pass in host memory, from now on."""
+    """Change `decoder.forward` so that all tensors saved for the backward pass are kept in host memory."""
     forward = decoder.forward
 
     @functools.wraps(forward)

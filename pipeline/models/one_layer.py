@@ -1,4 +1,4 @@
-"""A small model of a class, for trials of a model if this process has only slices of it."""
+"""A small model of the same class, on which a model is tried if this process has only slices of its weights."""
 
 import copy
 from typing import Any
@@ -8,16 +8,17 @@ from torch.distributed.tensor import DTensor
 
 
 def whole(model: Any) -> Any:
-    """Return `model`, or one of few layers with random weights if `model` has only slices of its weights.
+    """Return `model` itself if this process has its whole weights; else a small model of the same class.
 
-    It is the same on every rank.
+    The small model has few layers, at least one of each kind, a vocabulary of at most 64 tokens, and random weights
+    that are equal on all ranks.
     """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [None]
-    # Layers of each kind.
+    # As many layers as it takes to have each kind once.
     text.num_hidden_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
     text.vocab_size, text.pad_token_id = min(text.vocab_size, 64), None
     if kinds != [None]:

@@ -1,7 +1,8 @@
-"""Packs of contexts become the tensors of a forward pass.
+"""Builds the tensors of a forward pass from packs of contexts.
 
-A pack is one context, or several after one copy of their prompt (`sharing.py`). Packs stand end to end in one sequence
-(`attention.py`), or, for models that cannot attend over such a sequence, one below the other and padded on the right.
+A context is a prompt and its response. A pack is one context, or the responses of several contexts after one copy of
+their common prompt (`sharing.py`). Packs lie end to end in one sequence (`attention.py`), or, for models that cannot
+attend over such a sequence, in one row each, padded on the right.
 """
 
 from collections.abc import Sequence
@@ -20,31 +21,32 @@ from pipeline.models.sequence_parallel import Share
 
 @dataclass
 class ModelInputs:
-    """Input of one forward pass: packs with N predicted response tokens of S rows."""
+    """Input of one forward pass: B packs, in which N response tokens of S rows are predicted."""
 
     input_ids: Tensor
-    """[1, T] int64, the packs end to end, each a prompt and one or more responses; or [B, T], one context below the
-    other, padded on the right."""
+    """[1, T] int64, the packs end to end, each a prompt and one or more responses; or [B, T], one context per row,
+    padded on the right."""
     lengths: Tensor
-    """[B] int64, tokens of each pack."""
+    """[B] int64, number of tokens of each pack in `input_ids`."""
     positions: Tensor | None
     """[1, T] int64, positions in each context; None if packs are padded."""
     packing: Layout | None
-    """Places of the contexts; None if packs are padded."""
+    """Layout of the contexts in the sequence; None if packs are padded."""
     logit_index: Tensor
-    """[N] int64, index into the flat positions of the token before each response token, which predicts it."""
+    """[N] int64, index into the flattened `input_ids` of the token before each response token. The hidden state there
+    predicts the response token."""
     targets: Tensor
     """[N] int64, the response tokens."""
     row_index: Tensor
-    """[N] int64, row of each response token, below `sequences`: all contexts of a row have one number, if they stand
-    together in `packs`."""
+    """[N] int64, number of the row that each response token belongs to, from 0 to `sequences` - 1. All contexts of a
+    row have the same number, if they are neighbours in `packs`."""
     sequences: int
-    """S, the number of rows; 1 without rows."""
+    """S, the number of rows; 1 if there are none."""
     token_index: np.ndarray
-    """[N] int64, index of each response token into arrays of `TokenBatch`; stays on the CPU."""
+    """[N] int64, index of each response token into arrays of `TokenBatch` of length N; stays on the CPU."""
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same batch with its tensors on `device`."""
+        """Return a copy with the tensors on `device`."""
         moved: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -55,7 +57,8 @@ class ModelInputs:
 
 @dataclass
 class MicroBatch(ModelInputs):
-    """Tensors of one forward and backward pass: the columns [N] of `TrainBatch`."""
+    """Tensors of one forward and backward pass: model inputs, and the columns of `TrainBatch` with the same names, [N],
+    at the N predicted tokens."""
 
     loss_mask: Tensor
     old_log_probs: Tensor
@@ -77,17 +80,22 @@ def pack(
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
 ) -> ModelInputs:
-    """Build the model inputs of the contexts in `packs`, in that order; a pack shares one prompt (`sharing.py`).
+    """Build the model inputs of the contexts in `packs`, in that order.
 
-    Response tokens that are not in `read` [N] (bool, None for all) are not predicted: they stand only in `input_ids`,
-    as prompts do. The last token of a response predicts nothing and no token sees it, so it is not in `input_ids`. With
-    `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end; without, they are padded,
-    and each is one context.
+    The last token of a response predicts nothing and no other token attends to it, so it is not in `input_ids`.
 
-    The ranks of `sequence` have equal shares of the positions, for which pad tokens follow the packs.
+    Without packs, `input_ids` has only pad tokens, and N = 0. A pass over such inputs keeps this rank in step with the
+    others, and its gradient is exactly 0.
 
-    Without packs the inputs are pad tokens and no response token (N = 0): a pass over them keeps this rank in step with
-    the others, and its gradient is exactly 0.
+    Args:
+        rows: the rows.
+        packs: context numbers of each pack; the contexts of a pack have the same prompt (`sharing.py`).
+        pad_token_id: id of the padding.
+        read: bool, one entry per response token of `rows`, true for tokens to predict; None predicts all. The others
+            are only in `input_ids`, as prompts are.
+        packed: whether packs lie end to end, for models that can take this (`sharing.Passes`); else packs are padded,
+            and each must be one context.
+        sequence: ranks among which the positions are divided equally; pad tokens at the end make them divisible.
     """
     order = np.asarray([context for members in packs for context in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
@@ -165,8 +173,10 @@ def collate(
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
 ) -> MicroBatch:
-    """Build the micro-batch of the contexts in `packs`, in that order; see `pack`. It has only the ids of tokens that
-    do not train, such as tokens of tools and environments."""
+    """Build the micro-batch of the contexts in `packs`, in that order. Arguments are as in `pack`.
+
+    Tokens that do not train, such as tokens of tools and environments, are in `input_ids`, but are not predicted.
+    """
     inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed, sequence)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
@@ -176,7 +186,12 @@ def collate(
 
 
 def lay_out(sequences: Sequence[np.ndarray], packed: bool) -> ModelInputs:
-    """Build the model inputs of whole token sequences, each [length] int, without predictions; see `pack`."""
+    """Build the model inputs of whole token sequences, without predictions (N = 0), such as for the reward model.
+
+    Args:
+        sequences: token ids [length] int of each sequence.
+        packed: whether sequences lie end to end; else they are padded.
+    """
     counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
     ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)

@@ -1,12 +1,11 @@
 """The policy: a causal language model that returns log-probs of chosen tokens.
 
 1. The decoder runs on packed rows (`attention.py`), or on right-padded ids without an attention mask: under causal
-   attention no token sees the padding after it, and the fast causal kernels apply.
-2. Only the hidden states that predict a target reach the head (`head.py`), in chunks whose logits are recomputed in the
-   backward pass, so that the logits of the whole batch never exist.
-3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root's weights only there.
-4. Nothing is random in training (`repeatable.py`), so that the ratio of two log-probs of a token measures only the
-   policy.
+   attention no token attends to the padding after it, and the fast causal kernels apply.
+2. Only the hidden states that predict a target reach the head (`head.py`). The head works in chunks and recomputes
+   their logits in the backward pass, so the logits of the whole batch never exist.
+3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root module's weights only there.
+4. Nothing is random in training (`repeatable.py`), so that two log-probs of a token differ only if the weights differ.
 """
 
 from typing import Any
@@ -37,7 +36,8 @@ class Policy(Pretrained):
     Args:
         lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
 
-    Raises ValueError if the head does not reproduce the model's logits, or the model is random in training.
+    Raises ValueError if the head does not reproduce the model's logits, or the model still draws random numbers in
+    training mode after dropout was switched off.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -68,10 +68,10 @@ class Policy(Pretrained):
                 row b.
             targets: [N] int64.
             temperature: divides the logits; above 0.
-            chunk_tokens: positions whose logits exist at a time.
-            with_entropy: also compute the entropy of each distribution.
+            chunk_tokens: number of positions for which logits exist at the same time.
+            with_entropy: whether to compute the entropy of each distribution too.
             positions: [1, T] int64, positions in each context, if packed.
-            packing: places of the contexts, if packed.
+            packing: layout of the contexts, if packed.
 
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
@@ -100,8 +100,10 @@ class Policy(Pretrained):
         positions: Tensor | None = None,
         packing: Layout | None = None,
     ) -> Tensor:
-        """Sum over the vocabulary of squared probabilities, [N] float32; arguments as in `forward`. Not for sharded
-        policies."""
+        """[N] float32, sum over the vocabulary of the squared probabilities at the positions `logit_index`.
+
+        Arguments are as in `forward`. The policy must not be sharded.
+        """
         hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
@@ -110,7 +112,7 @@ class Policy(Pretrained):
         return sums
 
     def try_pass(self, device: torch.device) -> None:
-        """Run a forward pass over a few tokens."""
+        """Run a forward pass over a few tokens, for `check_repeatable`."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
 
@@ -120,12 +122,12 @@ class Policy(Pretrained):
         return self.lm.get_decoder()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] float32 of hidden states [..., H], as the model itself computes them."""
+        """[..., V] float32, logits at temperature 1 for `hidden` [..., H], as `lm` itself computes them."""
         head = self._linear_head()
         return LogitRule(self.scale, self.softcap).apply(linear(hidden, head.weight, head.bias))[0]
 
     def _linear_head(self) -> nn.Linear:
-        """Return the head, a plain linear layer, so that its weights give the logits."""
+        """Return the head. Raises ValueError if it is not a plain linear layer, since only its weights are used."""
         head = self.lm.get_output_embeddings()
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise ValueError(f"the head of {type(self.lm).__name__}, a {type(head).__name__}, is not a linear layer.")
@@ -133,7 +135,10 @@ class Policy(Pretrained):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare the head with the model's own on random hidden states: families scale or cap logits in many ways."""
+        """Check on random hidden states that `_logits` gives the logits that `lm` itself computes.
+
+        Model families scale or cap logits in many ways. Raises ValueError if the logits differ.
+        """
         head, decoder = self.lm.get_output_embeddings(), self.decoder
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
@@ -153,17 +158,24 @@ class Policy(Pretrained):
 def load_policy(
     config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, longest: int | None = None
 ) -> Policy:
-    """Load the policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
+    """Load the policy of `config.path`. Arguments and errors are as in `load_lm`.
+
+    Raises ValueError also for a model that `Policy` does not support.
+    """
     return Policy(load_lm(config, key, mesh, longest=longest))
 
 
 def load_reference(
     config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None, longest: int | None = None
 ) -> Policy:
-    """Load the frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` and `longest` as in
-    `load_lm`.
+    """Load the reference policy of `config.path`, in evaluation mode and without gradients.
 
-    Raises ValueError as `load_policy`, and if the vocabularies of the two have different sizes.
+    Args:
+        config: settings of the reference policy.
+        trained: settings of the policy that is trained; both must have vocabularies of the same size.
+        mesh, longest: as in `load_lm`.
+
+    Raises ValueError as `load_policy` does, and if the sizes of the vocabularies differ.
     """
     other = config.path != trained.path
     policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh, longest)
@@ -191,11 +203,11 @@ def load_lm(
     """Load the `transformers` causal language model of `config.path`, in training mode.
 
     Args:
-        config: path, type, attention, checkpointing and adapters.
-        key: the configuration key of the path, for errors.
-        mesh: ranks that load slices (`load_pretrained`); None loads it whole.
+        config: settings of the model: path, dtype, attention, gradient checkpointing, adapters.
+        key: configuration key of the path, for errors.
+        mesh: ranks that each load a slice of the weights (`load_pretrained`); None loads whole weights.
         with_head: whether the checkpoint must have the head's weights.
-        longest: tokens of the longest row; None for the model's own limit.
+        longest: length of the longest row in tokens; None for the model's own limit.
 
     Raises ValueError for no path, an incomplete model folder, weights missing in the checkpoint, or adapters that do
     not fit.

@@ -1,4 +1,4 @@
-"""Types of numbers by name, and computing in another type without another copy of the model."""
+"""dtypes by name, and forward passes in another dtype without a second copy of the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def torch_dtype(name: str, key: str) -> torch.dtype:
-    """Return the torch type called `name`; `key` is the configuration key it came from.
+    """Return the torch dtype for a name in `DTYPES`.
+
+    Args:
+        name: such as `bfloat16`.
+        key: configuration key that has this value, for the error.
 
     Raises ValueError if `name` is not in `DTYPES`.
     """
@@ -25,11 +29,11 @@ def torch_dtype(name: str, key: str) -> torch.dtype:
 
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let forward passes of `module` compute in `dtype` within the block, as if its weights had that type.
+    """Let forward passes of `module` compute in `dtype` within the block, as if its weights had this dtype.
 
-    Each part with weights sees them, and its inputs, in `dtype` while it runs. So this holds for weights that FSDP
-    gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which
-    `Policy` reads itself, have `dtype` during the whole pass.
+    Inputs and weights of each submodule are converted to `dtype` while the submodule runs. So this also works for
+    weights that FSDP gathers, and only one submodule's weights are in memory twice at a time. The weights of a language
+    model's head, which `Policy` reads outside of the head's module, have `dtype` during the whole pass.
     """
     head = getattr(getattr(module, "lm", None), "get_output_embeddings", lambda: None)()
     owners: dict[nn.Module, list[nn.Module]] = {
@@ -67,7 +71,7 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _floats(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a part's own weights that are not whole numbers."""
+    """Yield (name, parameter) for the floating-point parameters of `part` itself, without its submodules."""
     for name, weight in part._parameters.items():
         if weight is not None and weight.is_floating_point():
             yield name, weight

@@ -1,4 +1,4 @@
-"""Code that all models made of `transformers` models share."""
+"""Loading of `transformers` models, and code that policy, reward model and value model share."""
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,25 +25,25 @@ from pipeline.models.weight_files import alone, check_weights
 
 PREFIX = "lm."
 NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
-"""`transformers`' message on families with attention of their own, and on families without attention."""
+"""Part of the error that `transformers` raises for a model family that has no 'sdpa' attention."""
 
 
 class NotLoadedError(ValueError):
-    """Error of a model with complete files that `transformers` cannot build."""
+    """Error if the files of a model are complete, but `transformers` cannot build the model from them."""
 
 
 class Pretrained(nn.Module):
-    """A module around the whole `transformers` model `lm`, which `save_hf` can save."""
+    """A module that wraps a whole `transformers` model, `lm`, so that `save_hf` can save it."""
 
     def __init__(self, lm: Any) -> None:
-        """Wrap `lm`. Raises ValueError if `lm` is random in training."""
+        """Wrap `lm`, and switch its dropout off. Raises ValueError if it still draws random numbers in training."""
         super().__init__()
         self.lm = lm
         without_dropout(lm)
 
     @staticmethod
     def hf_name(name: str) -> str:
-        """Return the name of a parameter of this wrapper in a Hugging Face checkpoint."""
+        """Return the name in a Hugging Face checkpoint of the parameter that this wrapper calls `name`."""
         return name.removeprefix(PREFIX)
 
 
@@ -56,20 +56,23 @@ def load_pretrained(
     other_head: bool = False,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the model of `config.path` in training mode; returns it, and the loading report of `transformers`.
+    """Load the model of `config.path`, in training mode.
 
     Args:
         auto: class of `transformers` with `from_pretrained`, such as `AutoModelForCausalLM`.
-        config: path, type, attention and checkpointing.
-        key: the configuration key of the path, for errors.
-        mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
+        config: settings of the model: path, dtype, attention, gradient checkpointing.
+        key: configuration key of the path, for errors.
+        mesh: ranks that each read a slice of the weights (`slices.py`); None, or one rank, reads whole weights on the
             CPU.
-        longest: tokens of the longest row (`fix_ropes`); None for the model's own limit.
-        other_head: whether weights outside of the base model may have another shape; the report names them.
-        options: arguments of `from_pretrained` that override the arguments from `config`.
+        longest: length of the longest row in tokens (`fix_ropes`); None for the model's own limit.
+        other_head: whether weights of the head may have another shape than in `config.json`; the report lists these.
+        options: arguments of `from_pretrained` that override the arguments made from `config`.
 
-    Raises ValueError for no path, an incomplete model folder, quantised weights, or a model that `transformers` cannot
-    load or that is not the one of its `config.json`.
+    Returns:
+        the model, and the loading report of `transformers` with `missing_keys`, `unexpected_keys`, `mismatched_keys`.
+
+    Raises ValueError for no path, an incomplete model folder, quantised weights, a model that `transformers` cannot
+    load, or weights whose shapes do not match `config.json`.
     """
     if not config.path:
         raise ValueError(f"{key} is not set; give a Hugging Face model folder or hub name.")
@@ -120,7 +123,16 @@ def load_pretrained(
 
 
 def check_complete(missing: set[str], config: ModelConfig, key: str, unread: Collection[str] = ()) -> None:
-    """Raise ValueError if weights are missing in the checkpoint; `unread` are others that the model does not have."""
+    """Check that the checkpoint lacks no weights.
+
+    Args:
+        missing: names of weights that the checkpoint lacks.
+        config: settings of the model, for the error.
+        key: configuration key of the path, for the error.
+        unread: names of weights in the checkpoint that the model does not have, for the error.
+
+    Raises ValueError if `missing` is not empty.
+    """
     if missing:
         others = ""
         if unread:
@@ -132,23 +144,40 @@ def check_complete(missing: set[str], config: ModelConfig, key: str, unread: Col
 
 
 def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Compute the one output [N] float32 of a linear head of any type for hidden states [N, H], in float32.
+    """Apply a linear head with one output, such as a value or score head, in float32.
 
-    A bfloat16 value or score would have no more than three digits.
+    A value or score in bfloat16 would have no more than three digits.
+
+    Args:
+        head: weights [1, H] of any dtype.
+        hidden: [N, H] hidden states.
+
+    Returns:
+        [N] float32.
     """
     numbers = hidden.float() @ head.weight.float().squeeze(0)
     return numbers if head.bias is None else numbers + head.bias.float()
 
 
 class _States(tuple[Tensor]):
-    """A decoder's output that has only hidden states, without all that some families add and pass on."""
+    """A decoder's output with `last_hidden_state` as its only entry; every other attribute is None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[Tensor, Tensor]:
-    """Random last hidden states [1, 4, H], and the logits that `lm` computes from them for a row of `token`."""
+    """Draw random hidden states, and let `lm` compute logits from them, to learn how the model applies its head.
+
+    Args:
+        lm: the whole model.
+        decoder: the decoder in `lm`; its output is replaced by the random hidden states.
+        head: the linear head in `lm`, with H inputs.
+        token: id at all 4 positions of the row.
+
+    Returns:
+        hidden states [1, 4, H], and the logits of `lm`, float32.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
     with patch.object(decoder, "forward", return_value=_States((hidden,))):
@@ -157,9 +186,10 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
 
 @contextmanager
 def small_head(head: nn.Linear) -> Iterator[None]:
-    """Give a linear head random weights and at most 256 outputs within the block, to show how a model uses its outputs.
+    """Give a linear head random weights with at most 256 outputs within the block.
 
-    Its own weights may be spread over ranks. Logits are large enough to show a cap on them.
+    A check of how a model turns the head's outputs into logits (`random_states`) then works even if the head's own
+    weights are divided over ranks. The outputs are large enough for a cap on logits to show.
     """
     generator = torch.Generator().manual_seed(0)
     rows, width = min(head.out_features, 256), head.in_features
@@ -173,5 +203,5 @@ def small_head(head: nn.Linear) -> Iterator[None]:
 
 
 def differs(ours: Tensor, theirs: Tensor) -> bool:
-    """Return True if two outputs of a head, of any shape, differ in shape or by more than rounding in bfloat16."""
+    """Return True if two tensors of logits or scores differ in shape, or by more than rounding in bfloat16 explains."""
     return ours.shape != theirs.shape or bool((ours - theirs).abs().max() > 0.02 * theirs.abs().max() + 1e-6)

@@ -1,4 +1,4 @@
-"""Models whose weights are stored in few bits: engines read many kinds of them, and training none."""
+"""Detection of models with quantised weights (stored in few bits), which engines can read, but training cannot."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ MODELOPT = "hf_quant_config.json"
 
 
 def quantisation(path: str | None) -> str:
-    """Describe the quantisation of the model at `path`, a folder or a Hub name; empty if it has none.
+    """Describe the quantisation of the model at `path`, a folder or a Hub name, for a sentence; "" if it has none.
 
     Raises:
         ValueError: a file is damaged.
@@ -42,7 +42,7 @@ def _in_few_bits(settings: dict[str, Any]) -> bool:
 
 
 def check_not_quantised(path: str | None, key: str) -> None:
-    """Raise ValueError if the weights of the model at `path`, which the setting `key` names, are quantised."""
+    """Raise ValueError if the weights of the model at `path` are quantised. `key` names the setting in the error."""
     if kind := quantisation(path):
         raise ValueError(
             f"{key}={path} has quantised weights: {kind}. The trainer computes with whole ones; give the model in "

@@ -1,14 +1,14 @@
-"""Randomness in training: dropout, dropped layers, jitter. It is switched off, and two passes show that it is.
+"""Switches off randomness in training (dropout, dropped layers, jitter), and checks that a model has none left.
 
-Engines generate with the model as it is in evaluation. If the trainer drew another one in each pass, the ratio of two
-log-probs of a token would measure chance.
+Engines generate in evaluation mode, without dropout. With dropout in the trainer, the ratio of two log-probs of a token
+would measure chance.
 
-1. Every family has its own names for random parts. A number whose name speaks of dropping or of jitter becomes 0, in
-   modules and in configurations, which some modules read in each pass. A saved model keeps its own numbers. If a
-   number also changes what the model computes in evaluation, as engines do, the model is refused.
-2. What is left is found by its effect: two passes in training mode over the same tokens, with different seeds, may
-   differ by no more than two passes in evaluation mode with one seed do. On CPUs these are equal. A model that draws
-   random numbers is tried more often: layers that are seldom dropped may both times be there.
+1. Model families have different names for random parts. Each number with "drop" or "jitter" in its name is set to 0, in
+   modules, and in configurations, which some modules read in each pass. A saved model keeps the original numbers. If
+   such a number also changes the result in evaluation mode, the mode in which engines compute, the model is refused.
+2. Remaining randomness is found by its effect: two passes in training mode over the same tokens, with different seeds,
+   may differ no more than two passes in evaluation mode with one seed. (On CPUs the latter are equal.) If a model draws
+   random numbers, more passes are made: a layer that is seldom dropped may be present in both of the first two.
 """
 
 import inspect
@@ -32,25 +32,25 @@ from torch.utils._pytree import tree_leaves
 RANDOM = re.compile("drop|jitter")
 """Pattern in the names of numbers that make a pass random."""
 ROWS, TOKENS = 2, 8
-"""Size of a pass that is tried."""
+"""Number of rows, and of tokens per row, in a trial pass."""
 MORE = 14
-"""Further passes of a model that draws random numbers."""
+"""Number of additional trial passes for a model that draws random numbers."""
 KEPT = 256
-"""Numbers of a tensor that are compared."""
+"""About the number of entries of a tensor that are compared."""
 NOISE = 4.0
-"""Factor by which two pairs of passes may differ in the rounding of a GPU's kernels."""
+"""Ratio of differences up to which the rounding of a GPU's kernels explains the larger one."""
 OWN = "own_randomness"
-"""Attribute of a model: the numbers that were set to 0, as (module or configuration, name, number)."""
+"""Attribute of a model: the numbers that were set to 0, as a list of (module or configuration, name, original)."""
 
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
-"""Inputs and outputs of modules, by their name and the number of the call, in the order in which the calls ended."""
+"""(module name, number of the call) to samples of the call's inputs and outputs, in the order in which calls ended."""
 
 
 def without_dropout(lm: Any) -> None:
-    """Switch off all randomness of a model of `transformers` in training.
+    """Switch off all randomness of a model of `transformers` in training mode.
 
-    Raises ValueError if the model is still random. If this process has only slices of it, or its kernels run only on
-    GPUs, its learner tries it (`check_repeatable`).
+    Raises ValueError if the model is still random. This is not checked here if this process has only slices of the
+    weights, or the model cannot run here (kernels for GPUs only): the learner checks it later (`check_repeatable`).
     """
     found = [getattr(part, "config", None) for part in lm.modules()]
     found += [inner for config in found if hasattr(config, "to_dict") for inner in vars(config).values()]
@@ -79,7 +79,8 @@ def without_dropout(lm: Any) -> None:
 
 @contextmanager
 def own_randomness(lm: Any) -> Iterator[None]:
-    """Give `lm` and its configurations, within the block, the numbers that `without_dropout` has set to 0."""
+    """Restore, within the block, the original numbers in `lm` and its configurations that `without_dropout` set to
+    0."""
     own = getattr(lm, OWN, [])
     for holder, name, value in own:
         setattr(holder, name, value)
@@ -91,7 +92,7 @@ def own_randomness(lm: Any) -> Iterator[None]:
 
 
 def few_tokens(lm: Any, device: torch.device) -> Tensor:
-    """Token ids [ROWS, TOKENS] int64 for a pass of `lm`."""
+    """[ROWS, TOKENS] int64 on `device`, token ids for a trial pass of `lm`; none is the pad token."""
     config = lm.config.get_text_config()
     # The padding's embedding may be 0, and experts that are equally good for it are drawn.
     known = (
@@ -103,13 +104,13 @@ def few_tokens(lm: Any, device: torch.device) -> Tensor:
 
 
 def check_repeatable(model: Any, device: torch.device) -> None:
-    """Refuse a model that is random in training, in the form in which it trains; a collective.
+    """Check, before training, that a model gives the same numbers in each pass over the same tokens; a collective.
 
     Args:
-        model: with a method `try_pass`.
+        model: sharded as it trains, with a method `try_pass(device)`.
         device: this rank's device.
 
-    Raises ValueError, which names the model, and the first module that gives other numbers each time.
+    Raises ValueError if the model is random; the sentence names the model and the first random module.
     """
     if problem := _why_random(model, device, lambda: model.try_pass(device), together=True):
         raise ValueError(problem)
@@ -117,7 +118,14 @@ def check_repeatable(model: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any], together: bool = False) -> str | None:
-    """Return a sentence on a model that is random in training; None if it is not. All ranks try it if `together`."""
+    """Return a sentence on why a model cannot be trained because it is random; None if it is not random.
+
+    Args:
+        model: the model.
+        device: this rank's device.
+        run: runs a forward pass.
+        together: whether all ranks call this together; then it is a collective.
+    """
     lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
     path, own = getattr(lm.config, "_name_or_path", ""), getattr(lm, OWN, [])
     name = f"{type(lm).__name__}{f' of {path}' if path else ''}"
@@ -165,8 +173,14 @@ def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any], 
 
 
 def _apart(one: Calls, other: Calls, noise: float) -> str | None:
-    """Find the innermost module that read the same in both passes and gave something else; "" if it is not known which,
-    None if the passes are the same."""
+    """Find the innermost module that got equal inputs in both passes and gave different outputs.
+
+    Returns the module's name, "" if no single module can be named, or None if the passes are equal.
+
+    Args:
+        one, other: the recorded calls of the two passes.
+        noise: relative difference up to which two tensors count as equal.
+    """
     apart = [call for call, distance in _distances(one, other).items() if distance > noise]
     if not apart and one.keys() == other.keys():
         return None
@@ -175,7 +189,17 @@ def _apart(one: Calls, other: Calls, noise: float) -> str | None:
 
 
 def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], Any], seed: int) -> tuple[Calls, bool]:
-    """Record inputs and outputs of modules in a pass that begins with `seed`; also whether it drew random numbers."""
+    """Record inputs and outputs of modules in a forward pass.
+
+    Args:
+        parts: name to module, the modules to record.
+        device: device of the pass.
+        run: runs the pass.
+        seed: seed of the random generators at the beginning.
+
+    Returns:
+        the calls, and whether the pass drew random numbers.
+    """
     calls: Calls = {}
     numbers: Counter[str] = Counter()
     reading: list[list[Tensor]] = []
@@ -206,13 +230,13 @@ def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], 
 
 
 def _generators(device: torch.device) -> list[bytes]:
-    """Return the states of the generators from which a model may draw."""
+    """Return the states of all random generators (torch, CUDA, numpy, Python) from which a model may draw."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [*(state.numpy().tobytes() for state in states), pickle.dumps([random.getstate(), np.random.get_state()])]
 
 
 def _sample(values: Any) -> list[Tensor]:
-    """Take some numbers of each tensor in nested values."""
+    """Return a copy of about `KEPT` entries of each floating-point tensor in nested `values`, as float32."""
     samples = []
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -223,12 +247,15 @@ def _sample(values: Any) -> list[Tensor]:
 
 
 def _distances(one: Calls, other: Calls) -> dict[tuple[str, int], float]:
-    """Measure the distance of the outputs of each call that both passes have."""
+    """Return `_distance` of the outputs, for each call that occurs in both passes."""
     return {call: _distance(one[call][1], other[call][1]) for call in one if call in other}
 
 
 def _distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """Return the largest difference of two numbers, relative to the largest number of their tensor."""
+    """Return the largest absolute difference of two tensors, relative to the largest absolute entry of the tensor.
+
+    The result is the maximum over pairs of tensors; infinite if shapes differ.
+    """
     if [part.shape for part in one] != [part.shape for part in other]:
         return float("inf")
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if len(a) and not torch.equal(a, b)]

@@ -1,10 +1,11 @@
 """The reward model: a `transformers` sequence classifier with one label, which gives one score per conversation.
 
-1. A decoder's score is read at the last token of the row, given by the row's length. (`transformers` takes the last id
-   that is not the pad token. It is wrong if a conversation ends with the pad token, which is the end-of-sequence token
-   of many models, and fails for a model without one.) It runs on packed or padded rows, as in `policy.py`.
-2. An encoder has bidirectional attention, so it gets an attention mask made of the lengths, and its own head.
-3. A new head starts at 0: all ranks have the same one, and the first step moves only the head.
+1. The score of a decoder is read at the last token of the row, which the row's length gives. (`transformers` reads it
+   at the last id that is not the pad token. This is the wrong token if a conversation ends with the pad token, which is
+   also the end-of-sequence token of many models, and fails for a model without a pad token.) A decoder runs on packed
+   or padded rows, as in `policy.py`.
+2. An encoder has bidirectional attention, so it gets an attention mask made from the lengths, and uses its own head.
+3. A new head starts at 0. So it is equal on all ranks, and the first optimiser step changes only the head.
 """
 
 from typing import Any
@@ -31,10 +32,10 @@ class RewardModel(Pretrained):
     """A `transformers` sequence-classification model as a reward model.
 
     Args:
-        lm: decoder with a linear `score` head, or an encoder with a head of its own.
+        lm: decoder with a linear `score` head, or an encoder with any head.
 
-    Raises ValueError if the model has more than one label, computes its score in a way that is not supported, or is
-    random in training.
+    Raises ValueError if the model has more than one label, computes its score in a way that is not supported, or still
+    draws random numbers in training mode after dropout was switched off.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -54,7 +55,7 @@ class RewardModel(Pretrained):
 
     @property
     def max_length(self) -> int | None:
-        """Size of the learnt table of positions in tokens; None for models without one."""
+        """Longest row, in tokens, for a model with a learnt table of position embeddings; None for other models."""
         room = [
             table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
             for name, table in self.lm.named_modules()
@@ -77,7 +78,7 @@ class RewardModel(Pretrained):
             lengths: [B] int64, tokens of each row, at least 1 if packed; a row of length 0 gets the score of its first
                 position.
             positions: [1, T] int64, positions in each row, if packed.
-            packing: places of the rows, if packed.
+            packing: layout of the rows, if packed.
 
         Returns:
             scores [B] float32.
@@ -94,13 +95,17 @@ class RewardModel(Pretrained):
         return float32_head(self.lm.score, hidden)
 
     def try_pass(self, device: torch.device) -> None:
-        """Run a forward pass over a few tokens."""
+        """Run a forward pass over a few tokens, for `check_repeatable`."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.full((len(ids),), ids.shape[1], device=device))
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare the head with the model's own on random hidden states of a row that ends with no pad token."""
+        """Check that `float32_head` at the last token gives the score that `lm` itself computes.
+
+        Both get the same random hidden states, of a row that does not end with the pad token. Raises ValueError if they
+        differ.
+        """
         no_pad = int(self.lm.config.get_text_config().pad_token_id == 0)
         hidden, theirs = random_states(self.lm, self.lm.base_model, self.lm.score, no_pad)
         if differs(float32_head(self.lm.score, hidden[:, -1])[:, None], theirs):
@@ -120,11 +125,11 @@ def load_reward_model(
     """Load the reward model of `model.path`, in training mode.
 
     Args:
-        model: path, type, attention and checkpointing.
-        key: the configuration key of the path, for errors.
-        new_head: add a head, whose scores are 0, to a checkpoint without one, such as a language model's.
-        mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
-        longest: tokens of the longest row; None for the model's own limit.
+        model: settings of the model: path, dtype, attention, gradient checkpointing.
+        key: configuration key of the path, for errors.
+        new_head: whether a checkpoint without a reward head, such as a language model's, gets one whose scores are 0.
+        mesh: ranks that each load a slice of the weights (`load_pretrained`); None loads whole weights, on the CPU.
+        longest: length of the longest row in tokens; None for the model's own limit.
 
     Raises:
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with several labels,
@@ -161,7 +166,7 @@ def load_reward_model(
 
 
 def _last_layer(lm: Any) -> str:
-    """Return the name of the linear layer whose only output is the score."""
+    """Return the name of the last linear layer outside of the base model with a single output, which is the score."""
     inside = f"{lm.base_model_prefix}."
     layers = [
         name

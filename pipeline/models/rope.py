@@ -1,9 +1,10 @@
-"""Rotary positions that are the same in every pass.
+"""Rotary embeddings with the same frequencies in every pass.
 
-Two kinds of rope choose their frequencies by the longest row of a pass: `longrope` has one set of factors for short
-rows and one for long ones, `dynamic` stretches what is longer than the model was made for. So a row's numbers would
-depend on its neighbours. vLLM chooses once, when it starts: `longrope` by the longest row that it may get, `dynamic` by
-`max_position_embeddings`. Trainer and replicas make the same choice here.
+In `transformers` two kinds of rotary embedding choose their frequencies by the longest row of a pass: `longrope` has
+one set of factors for short rows and one for long rows, and `dynamic` changes the frequencies if a row is longer than
+`max_position_embeddings`. So the numbers of a row would depend on the other rows. vLLM chooses once, at the start: for
+`longrope` by the longest row that it may get, for `dynamic` by `max_position_embeddings`. Trainer and scoring replicas
+make the same choice here.
 """
 
 from typing import Any
@@ -11,15 +12,17 @@ from typing import Any
 from torch import nn
 
 FIXED = "fixed"
-"""Kind of rope of a module whose frequencies are chosen."""
+"""Value of `rope_type` in a module whose frequencies were fixed here."""
 
 
 def fix_ropes(model: nn.Module, longest: int | None = None) -> str | None:
-    """Give the ropes in a model of `transformers` one set of frequencies for all rows; returns a clause on the choice.
+    """Fix the frequencies of the rotary embeddings in a model of `transformers`, the same for all rows.
+
+    Returns a clause on the choice for the user; None if nothing had to be fixed.
 
     Args:
-        model: fresh from its checkpoint.
-        longest: tokens of the longest row; None for the model's `max_position_embeddings`.
+        model: just loaded from its checkpoint.
+        longest: length of the longest row in tokens; None for the model's `max_position_embeddings`.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,8 +1,8 @@
-"""Weights that leave a sharded model for safetensors files, without ever being whole in one process.
+"""Saving of a sharded model as safetensors files, without the whole model in the memory of one process.
 
     gather one block's tensors ─► give them the names of the checkpoint ─► collect ─► write a file when it is full
 
-Only the tensors of one transformer block and of one file are in the memory of rank 0.
+At any time rank 0 holds only the tensors of one transformer block and of one file.
 """
 
 import json
@@ -23,23 +23,30 @@ from pipeline.models.lora import published
 from pipeline.models.state import is_weight
 
 FILE_BYTES = 2 * 2**30
-"""Size at which a file is full."""
+"""Most bytes of a file of weights, unless a single tensor has more."""
 
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-"""Names of the files of weights in a saved model's folder."""
+"""Pattern of the names of files of weights, and of their index, in a saved model's folder."""
 
 
 def partial_of(folder: Path) -> Path:
-    """Make a new name next to `folder`, for a file or folder that is to take its place."""
+    """Return a new, hidden path in the parent of `folder`, for a file or folder that will replace `folder` when it is
+    complete."""
     return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
 @contextmanager
 def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield a new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails.
+    """Yield a new temporary folder next to `folder`. After the block it is renamed to `folder` (`take_place`).
 
-    Raises OSError if it cannot be written.
+    If the block or the renaming fails, the temporary folder is deleted. So `folder` never has half of its files.
+
+    Args:
+        folder: final path.
+        replace: whether `folder` may hold an older save, which is deleted.
+
+    Raises OSError if the folder cannot be written.
     """
     from safetensors import SafetensorError
 
@@ -60,12 +67,15 @@ def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def take_place(partial: Path, folder: Path, replace: bool) -> None:
-    """Put the written folder `partial` in the place of `folder`.
+    """Rename the complete folder `partial` to `folder`.
 
-    With `replace`, `folder` may hold an older save, which goes; files of others in it stay. Without, it must be new or
-    empty.
+    Args:
+        partial: folder with all files.
+        folder: final path.
+        replace: whether `folder` may hold an older save. Its files of weights, and files that `partial` has too, are
+            deleted; all other files stay. Without `replace`, `folder` must be missing or empty.
 
-    Raises OSError if it cannot be put there.
+    Raises OSError if `partial` cannot be renamed.
     """
     old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
     if replace and folder.exists():
@@ -73,7 +83,7 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
     try:
         partial.rename(folder)
     except OSError:
-        # The place of an empty folder that another disk is mounted at cannot be taken.
+        # An empty folder at which another disk is mounted cannot be replaced by a rename.
         if replace or not folder.is_dir() or any(folder.iterdir()):
             raise
         for path in partial.iterdir():
@@ -87,14 +97,14 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of `lora.published`, unsharded, in CPU memory, block after block; a collective.
+    """Yield the tensors of `lora.published`, unsharded, in CPU memory, one transformer block at a time; a collective.
 
-    A tied parameter comes once, under its first name.
+    Each block is a dict of name to tensor. A tied parameter comes once, under its first name.
 
     Args:
         model: sharded or not.
-        keep: whether this rank wants the tensors; others get empty dicts.
-        dtype: type of parameters; None leaves theirs. Buffers keep their own.
+        keep: whether this rank gets the tensors; if not, its dicts are empty.
+        dtype: type to which parameters are converted; None keeps their type. Buffers always keep their type.
     """
     block: dict[str, Tensor] = {}
     place: str | None = ""
@@ -114,10 +124,10 @@ def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = No
 
 
 class WeightWriter:
-    """The safetensors files of a model's folder, written one after the other.
+    """Writer of the safetensors files in a model's folder, one file after the other.
 
     Args:
-        lm: model of `transformers`, which knows the names of weights in its checkpoints.
+        lm: model of `transformers`, which knows the names of its weights in checkpoints.
         folder: a folder without weights.
     """
 
@@ -128,7 +138,13 @@ class WeightWriter:
         self._bytes = 0
 
     def add(self, block: dict[str, Tensor]) -> None:
-        """Add the whole tensors of a block, by their names in `lm`. Raises OSError if a file cannot be written."""
+        """Add tensors; each time `FILE_BYTES` are reached, a file is written.
+
+        Args:
+            block: name in `lm` to unsharded tensor.
+
+        Raises OSError if a file cannot be written.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         for name, tensor in revert_weight_conversion(self._lm, block).items():
@@ -139,7 +155,7 @@ class WeightWriter:
             self._bytes += size
 
     def finish(self) -> None:
-        """Write the last file, and the index if there are several. Raises OSError if that fails."""
+        """Write the last file, and the index if there are several files. Raises OSError if that fails."""
         if self._open:
             self._write()
         count = len(self._written)

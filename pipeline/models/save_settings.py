@@ -1,7 +1,7 @@
-"""The files of a saved model besides its weights: config, generation config, tokenizer and its own code.
+"""The files of a saved model other than weights: config, generation config, tokenizer, and Python code of the model.
 
-`transformers` reads files that it then refuses to write. So a generation config is written as it came, and config and
-tokenizer are written once before anything starts, to a folder that is removed.
+`transformers` can read some files that it then refuses to write. So the generation config is written without its
+checks, and config and tokenizer are written once before the run starts, to a temporary folder, as a trial.
 """
 
 import copy
@@ -21,20 +21,20 @@ from pipeline.models.repeatable import own_randomness
 
 GENERATION_FILE = "generation_config.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that takes no more."""
+"""Error numbers of a disk that is full or read-only."""
 
 
 def save_settings(
     lm: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None, ends: Sequence[int] = ()
 ) -> None:
-    """Write all but the weights of a model into `folder`, which has no weights yet.
+    """Write all files of a model except weights into `folder`, which has no weights yet.
 
     Args:
         lm: model of `transformers`.
-        tokenizer: the model's.
-        folder: is made if it is missing.
-        dtype: type of the saved weights; None leaves the model's.
-        ends: tokens that the generation config names as ends; without any it stays as it is.
+        tokenizer: the model's tokenizer.
+        folder: created if it is missing.
+        dtype: dtype to write into `config.json`; None keeps the model's.
+        ends: ids of the end tokens to write into the generation config; empty keeps the model's.
     """
     if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
         lm.generation_config.eos_token_id = as_stored(ends)
@@ -49,8 +49,11 @@ def save_settings(
 
 @contextmanager
 def generation_as_it_is(lm: Any, folder: Path) -> Iterator[None]:
-    """Write the model's generation config into `folder` after the block, whose `save_pretrained` would refuse settings
-    such as a temperature without sampling."""
+    """Write the model's generation config into `folder` after the block, unchecked.
+
+    Within the block the model has a default one, since `save_pretrained` refuses settings such as a temperature without
+    sampling.
+    """
     if not lm.can_generate():
         yield
         return
@@ -64,10 +67,10 @@ def generation_as_it_is(lm: Any, folder: Path) -> Iterator[None]:
 
 
 def check_settings(model: ModelConfig, tokenizer: Any) -> None:
-    """Refuse a model whose config or tokenizer can be read and not written; nothing of its weights is read.
+    """Check that config and tokenizer of a model, which could be read, can also be written; no weights are read.
 
     Raises:
-        ValueError: it would fail when the model is saved.
+        ValueError: one of them cannot be written, so saving the model at the end would fail.
         OSError: the folder for temporary files cannot be written.
     """
     from transformers import AutoConfig

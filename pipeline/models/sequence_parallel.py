@@ -4,12 +4,13 @@
     rank 1   positions T/S .. 2 T/S, all heads   all-to-all     all positions, heads h/S .. 2 h/S      ─► attention
     ...                                             ─►          ...
 
-The S ranks of a group see the same rows, and each computes everything but attention for T/S of the positions. Before
-attention they exchange, so that each has all positions of some heads, and after it they exchange back.
+The S ranks of a group see the same packed sequence of T tokens and h heads. Each rank computes everything but attention
+for T/S of the positions. Before attention an all-to-all exchange gives each rank all positions of h/S heads; after
+attention a second exchange reverses the first.
 
-Each rank computes the predictions at its own positions, and `Share.join` gives all ranks the numbers of all, so that
-they compute one and the same loss. Each takes the gradient of its own numbers back: the sum over the ranks, which FSDP
-computes, is the gradient of the loss.
+Each rank computes log-probs (or values) at its own positions. `Share.join` then gives all of them to all ranks, so that
+every rank computes the same loss. In the backward pass a rank uses only the gradient of its own numbers. FSDP sums the
+gradients over ranks, and the sum is the gradient of the loss.
 """
 
 import math
@@ -24,11 +25,15 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of the T positions of a packed sequence; the ranks of a group have equal ones, in order."""
+    """This rank's share of a packed sequence of T positions: T/S neighbouring ones, the first T/S for the first rank.
+
+    N is the number of positions at which a token is predicted, and n the number of these in this rank's share.
+    """
 
     group: dist.ProcessGroup
+    """The S ranks that divide the sequence."""
     own: Tensor
-    """[n] int64, this rank's members of the N positions that predict something."""
+    """[n] int64, indices (0 to N - 1) of the predictions at this rank's positions."""
 
     @property
     def ranks(self) -> int:
@@ -36,28 +41,28 @@ class Share:
         return self.group.size()
 
     def cut(self, packed: Tensor) -> Tensor:
-        """[1, T / S], this rank's part of `packed` [1, T]."""
+        """[1, T / S], this rank's positions of `packed` [1, T]."""
         return packed.chunk(self.ranks, dim=1)[self.group.rank()]
 
     def join(self, values: Tensor, count: int) -> Tensor:
-        """[N] the values of all ranks; a collective, but its backward pass is not.
+        """[N] the values of all ranks, one per prediction. A collective; the backward pass is not.
 
         Args:
-            values: [n] the values of this rank.
+            values: [n] the values at this rank's positions.
             count: N.
         """
         joined: Tensor = _Join.apply(values, self.own, count, self.group)
         return joined
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange parts of the positions for parts of the heads; a collective.
+        """Exchange all heads at this rank's positions for some heads at all positions; a collective.
 
         Args:
             query: [T / S, h, D], with h a multiple of S.
             key, value: [T / S, k, D], with h a multiple of k. If S does not divide k, heads are repeated.
 
         Returns:
-            [T, h / S, D], and twice [T, lcm(k, S) / S, D]: all positions of a part of the heads.
+            query [T, h / S, D], key and value [T, lcm(k, S) / S, D].
         """
         if query.shape[1] % self.ranks:
             raise ValueError(
@@ -69,11 +74,15 @@ class Share:
         return self._exchange(query, 1, 0), self._exchange(key, 1, 0), self._exchange(value, 1, 0)
 
     def by_positions(self, states: Tensor) -> Tensor:
-        """[T / S, h, D], all heads at this rank's positions, of `states` [T, h / S, D]; a collective."""
+        """[T / S, h, D], all heads at this rank's positions: reverses `by_heads` for `states` [T, h / S, D].
+
+        A collective.
+        """
         return self._exchange(states, 0, 1)
 
     def _exchange(self, states: Tensor, given: int, taken: int) -> Tensor:
-        """Give each rank a part of dimension `given`, and join the parts of all ranks along dimension `taken`."""
+        """Run an all-to-all: split `states` along dimension `given`, send each rank one part, and join the received
+        parts along dimension `taken`."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = torch.stack(states.chunk(self.ranks, given))

@@ -1,7 +1,7 @@
-"""`slipstream.json` of an exported model: the prompt and sampling settings of its run, for serving it the same way.
+"""`slipstream.json` in the folder of an exported model: prompt and sampling settings for serving it as the run did.
 
-Nothing in the file makes a reader load code or other files: `trust_remote_code` and engine arguments come from a run's
-`config.yaml` or the command line.
+Nothing in the file can make its reader load code or other files: `trust_remote_code` and engine arguments come only
+from a run's `config.yaml` or from the command line.
 """
 
 import dataclasses
@@ -21,33 +21,33 @@ class ModelSettings:
     """Settings with which a run validated its model."""
 
     run: str
-    """`trainer.experiment_name`."""
+    """`trainer.experiment_name` of the run."""
     iteration: int
-    """Iterations of training that led to the weights."""
+    """Number of training iterations after which the weights were saved."""
     max_prompt_length: int
-    """Longest prompt in tokens."""
+    """Maximum prompt length, in tokens."""
     max_response_length: int
-    """Most tokens of a response."""
+    """Maximum response length, in tokens."""
     dtype: str
-    """Type that the engine computed in."""
+    """Type in which the engine computed, such as `bfloat16`."""
     enforce_eager: bool
-    """True if the engine ran without compiled graphs, whose rounding differs."""
+    """True if the engine ran without compiled graphs; compiled graphs round differently."""
     temperature: float
-    """Temperature of validation; 0 is greedy."""
+    """Sampling temperature in validation; 0 is greedy."""
     top_p: float
-    """`top_p` of validation."""
+    """`top_p` in validation."""
     top_k: int
-    """`top_k` of validation; -1 is all tokens."""
+    """`top_k` in validation; -1 is all tokens."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template."""
+    """Further arguments of the chat template (`data.apply_chat_template_kwargs`)."""
     tool_parser: str = "none"
-    """`agent.parser` of a run with episodes."""
+    """`agent.parser` of a run with multi-turn episodes; else `none`."""
     reasoning_parser: str = "none"
-    """`agent.reasoning_parser` of such a run."""
+    """`agent.reasoning_parser` of a run with multi-turn episodes; else `none`."""
 
     @classmethod
     def of(cls, config: Config, iteration: int) -> "ModelSettings":
-        """Return the settings of a run for the model of `iteration`."""
+        """Take the settings from the configuration of a run, for the weights after `iteration` iterations."""
         sampling, rollout = config.rollout.val_kwargs, config.rollout
         playing = next((agent for agent in config.agent.agents().values() if agent.plays), None)
         return cls(
@@ -66,12 +66,12 @@ class ModelSettings:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the settings into a model's folder."""
+        """Write `slipstream.json` into the folder of a model."""
         (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def load_settings(folder: Path) -> ModelSettings | None:
-    """Read the settings in a model's folder; None if it has none. Raises ValueError if the file is damaged."""
+    """Read `slipstream.json` in the folder of a model; None if it is missing. Raises ValueError if it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None

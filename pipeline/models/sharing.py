@@ -1,11 +1,11 @@
-"""Prompt sharing: contexts with the same prompt pass through the model after one copy of it.
+"""Prompt sharing: responses to the same prompt pass through the model after a single copy of the prompt.
 
     apart       prompt a1 a2      prompt b1 b2 b3
     together    prompt a1 a2 b1 b2 b3
 
-A response sees the prompt and itself (`attention.py`), and its positions continue from the prompt's end. Log-probs and
-gradients are the same as for separate contexts, up to rounding. Everything but attention computes the prompt once, and
-attention never costs more than for separate contexts.
+The tokens of a response attend to the prompt and to their own response (`attention.py`), and their positions continue
+from the prompt's end. Log-probs and gradients are the same as for separate contexts, up to rounding. Everything but
+attention computes the prompt once, and attention never costs more than for separate contexts.
 """
 
 import inspect
@@ -26,33 +26,36 @@ from pipeline.models.one_layer import whole
 from pipeline.models.packing import pack
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 0.02
-"""Relative difference of hidden states that is taken for rounding in float32, and in shorter types."""
+"""Relative differences of hidden states up to which two computations are equal but for rounding: the first in float32,
+the second in shorter types."""
 LONGEST_TRIED = 512
-"""Tokens of a row that is tried before training."""
+"""Longest limit in a model's configuration, in tokens, that the trial of padded rows exceeds with a row."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of rows through a model."""
+    """The form in which rows pass through a model: packed or padded, with or without shared prompts."""
 
     packed: bool
-    """True if rows stand end to end, without padding."""
+    """True if rows lie end to end in one sequence, without padding; False if they are padded on the right."""
     shared: bool
-    """True if contexts share their prompt."""
+    """True if responses to the same prompt share one copy of it."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Sentences on the choices made for the model."""
+    """Sentences for the user on choices that were made while the model was loaded and here."""
 
     @classmethod
     def of(cls, module: Any, share_prompts: str, sequence: int = 1) -> "Passes":
-        """Choose the passes of rows through `module`, which is not sharded yet, and prepare it for them.
+        """Choose the form in which rows pass through `module`: packed if its decoder can, else padded.
+
+        A decoder that can pack gets the attention `PACKED`.
 
         Args:
-            module: the model; only one with a `decoder` can pack rows.
+            module: the model, not sharded yet. Only a model with a `decoder` can pack rows.
             share_prompts: `model.share_prompts`.
             sequence: `actor.parallel.sequence`.
 
-        Raises ValueError if the model cannot pack rows, and the setting is `always` or ranks divide the positions; or
-        if a row's numbers depend on the other rows of a pass.
+        Raises ValueError if the model cannot pack rows, and `share_prompts` is `always` or `sequence` is above 1. Also
+        if it cannot pack rows, and in a padded pass the hidden states of a row depend on the other rows.
         """
         decoder = getattr(module, "decoder", None)
         reason = "it is not a decoder" if decoder is None else enable(decoder)
@@ -71,7 +74,7 @@ class Passes:
         return cls(False, False, tuple(notes))
 
     def taking(self, way: Way, module: Any) -> "Passes":
-        """Return the passes that `way` describes, and set the attention of `module` to it."""
+        """Return these passes with the form of rows of `way`, and set the attention of `module` to the one of `way`."""
         module.decoder.config.get_text_config()._attn_implementation = way.attention
         return replace(self, packed=way.packed, shared=way.shared)
 
@@ -79,12 +82,16 @@ class Passes:
 def pack_rows(
     rows: TokenBatch, index: Sequence[int], max_tokens: int, shared: bool, whole: bool
 ) -> tuple[list[list[int]], list[int] | None]:
-    """Group all contexts of the rows `index` into packs; returns them, and `units` of packs that must stay together.
+    """Group all contexts of the rows `index` into packs.
 
     Args:
         rows, max_tokens, shared: as in `share_prefixes`.
-        index: rows.
-        whole: keep the contexts of a row together. A row of several contexts then shares no prompt.
+        index: numbers of rows.
+        whole: whether all contexts of a row must be in one pass. A row of several contexts then shares no prompt.
+
+    Returns:
+        the packs, each a list of context numbers; and `units` for `split_micro_batches`, the number of packs in each
+        unit that must be in one pass, or None if each pack is independent.
     """
     if rows.are_contexts:
         return share_prefixes(rows, index, max_tokens, shared), None
@@ -103,13 +110,16 @@ def pack_rows(
 
 
 def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shared: bool) -> list[list[int]]:
-    """Group the contexts `index` into packs, in that order; contexts of a pack share one copy of their prompt.
+    """Group the contexts `index`, in that order, into packs that each have one copy of their prompt.
 
     Args:
-        rows: rows with any prompts; only neighbours in `index` share.
-        index: contexts.
-        max_tokens: most tokens of a pack; a single context may be longer.
+        rows: the rows.
+        index: numbers of contexts. Only neighbours with equal prompts share a pack.
+        max_tokens: most tokens of a pack; a pack of a single context may be longer.
         shared: whether contexts share prompts; else each context is a pack.
+
+    Returns:
+        the packs, each a list of context numbers.
     """
     if not shared:
         return [[context] for context in index]
@@ -130,11 +140,14 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
 
 @torch.no_grad()
 def enable(decoder: Any) -> str | None:
-    """Let a decoder, which FSDP does not shard yet, attend over packed rows; returns why it cannot, or None if it can.
+    """Let a decoder attend over packed rows, if it can. Returns None, or the reason why it cannot.
 
     The configuration is checked first. Then a trial follows: two responses after one prompt, and another context, must
-    have the hidden states that each has in a pass of its own. If ranks have slices of the weights, a small decoder is
-    tried (`whole`).
+    get the same hidden states in one packed pass as in a separate pass each. If this rank has only slices of the
+    weights, the trial runs on a small decoder of the same class (`one_layer.whole`).
+
+    Args:
+        decoder: decoder of a `transformers` model, not sharded by FSDP yet.
     """
     config = own = decoder.config.get_text_config()
     if config._attn_implementation == PACKED:
@@ -168,10 +181,11 @@ def enable(decoder: Any) -> str | None:
 
 @torch.no_grad()
 def _why_not_padded(decoder: Any) -> str | None:
-    """Return why a decoder cannot take rows that are padded on the right; None if it gives a row the same numbers as in
-    a pass of its own.
+    """Return why a decoder cannot take rows that are padded on the right, or None if it can.
 
-    The longer row in the trial passes each length at which the configuration changes something, if that is short.
+    It can if a short row next to a longer row in one pass gets the same hidden states as in a separate pass. The longer
+    row exceeds each length at which the model's attention or positions change (`greeting.borders`), up to
+    `LONGEST_TRIED`.
     """
     decoder = whole(decoder)
     config = decoder.config.get_text_config()
@@ -196,12 +210,20 @@ def _why_not_padded(decoder: Any) -> str | None:
 
 
 def _hidden(decoder: Any, rows: TokenBatch, packs: list[list[int]], packed: bool, device: torch.device) -> Tensor:
-    """Hidden states [N, H] float32 of the rows' response tokens."""
+    """[N, H] float32, last hidden states of the decoder at the positions that predict the N response tokens.
+
+    Args:
+        decoder: the decoder.
+        rows: the rows.
+        packs: numbers of the contexts in each pack; all packs are in one pass.
+        packed: whether packs lie end to end; else they are padded.
+        device: device of the pass.
+    """
     batch = pack(rows, packs, packed=packed).to(device)
     return hidden_states(decoder, batch.input_ids, batch.logit_index, batch.positions, batch.packing).float()
 
 
 def _differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two computations in `dtype` differ by more than rounding."""
+    """Return whether two results of a computation in `dtype` differ by more than rounding explains."""
     tolerance = ROUNDING if dtype == torch.float32 else COARSE_ROUNDING
     return bool((ours - theirs).abs().max() > tolerance * theirs.abs().max())

@@ -1,13 +1,13 @@
-"""Sharded loading: each rank reads its own slices of the weights, so that no rank ever holds a whole model.
+"""Sharded loading: each rank reads only its own slices of the weights, so no rank ever holds a whole model.
 
-    transformers builds the model without memory ─► `place` puts a placeholder for this rank's slice in each weight's
-    place ─► transformers reads the slices of the placeholders ─► `adopt` hands the slices to FSDP
+    transformers builds the model on the meta device ─► `place` replaces each weight by a placeholder for this rank's
+    slice ─► transformers reads the slices of the placeholders ─► `adopt` gives the slices to FSDP
 
 1. `transformers` knows all formats, names and conversions of weights, and reads no more of a file than a placeholder (a
-   `DTensor`) covers. Its own FSDP has one fixed precision and no choice of when weights are freed, so `fsdp.shard`
-   applies ours, to a model whose weights are on the meta device, and gives it the slices.
-2. FSDP itself would cut the same slices: equal chunks of the rows that tensor parallelism leaves to this rank.
-3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on ranks.
+   `DTensor`) covers. The FSDP of `transformers` has one fixed precision and no setting for when weights are freed. So
+   `fsdp.shard` applies FSDP itself, to a model with weights on the meta device, and then puts in the slices.
+2. The slices are the ones that FSDP would cut: equal chunks of the rows that tensor parallelism leaves to this rank.
+3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must be equal on all ranks.
 """
 
 import logging
@@ -28,13 +28,17 @@ from pipeline.upstream.torch import StridedShard
 logger = logging.getLogger(__name__)
 
 Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
-"""Slices by their id, each with the modules that hold it (several if weights are tied) and its name there."""
+"""`id` of a slice to the slice and the (module, parameter name) pairs that use it, several for tied weights."""
 
 
 def place(lm: Any, mesh: Mesh) -> None:
-    """Divide `lm`, whose weights are on the meta device, and put placeholders for this rank's slices into it.
+    """Replace the matrices of `lm` by placeholders for this rank's slices, in place.
 
-    Raises ValueError if the class has no plan for the tensor or expert parallelism of `mesh`.
+    Args:
+        lm: model of `transformers` with its weights on the meta device.
+        mesh: the ranks that divide the weights.
+
+    Raises ValueError if `transformers` has no plan for the tensor or expert parallelism of `mesh` for the class.
     """
     if mesh.tensor:
         divide(lm, mesh)
@@ -51,7 +55,12 @@ def place(lm: Any, mesh: Mesh) -> None:
 
 
 def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
-    """Make the placeholder of this rank's rows, of a whole weight or of its part in the tensor group."""
+    """Make the placeholder for this rank's rows of a weight.
+
+    Args:
+        parameter: the whole weight, or, with tensor parallelism, a `DTensor` of this rank's part.
+        mesh: the ranks that divide the rows.
+    """
     part, ranks, placements = parameter, mesh.shards, list[Placement]([Shard(0)])
     if isinstance(parameter, DTensor):
         assert mesh.both is not None and mesh.tensor is not None
@@ -69,10 +78,11 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
 def reading_slices(mesh: Mesh) -> Iterator[None]:
     """Let `from_pretrained` of `transformers` read only this rank's slices within the block.
 
-    A `transformers` whose loader has another form than the known one reads whole weights, with a warning.
+    In a version of `transformers` whose loader is not known here, whole weights are read, with a warning.
 
-    Raises ValueError there if a weight in a file has another shape than in the model's configuration: its slices would
-    be read without an error. Raises it at once if a tensor group needs slices of an unknown loader.
+    Raises ValueError in `from_pretrained` if a weight in a file has another shape than in the model's configuration:
+    slices of it would be read without an error. Raises ValueError before the block if the mesh has tensor parallelism
+    and the loader is not known.
     """
     from safetensors import safe_open
 
@@ -118,7 +128,7 @@ def _check_shapes(lm: Any, files: list[str]) -> None:
 
 
 def take_slices(module: nn.Module, mesh: Mesh) -> Slots:
-    """Take this rank's slices out of `module`, and leave weights without memory for `fully_shard` in their places."""
+    """Take this rank's slices out of `module`, and put weights on the meta device in their place, for `fully_shard`."""
     slots: Slots = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -135,7 +145,7 @@ def take_slices(module: nn.Module, mesh: Mesh) -> Slots:
 
 
 def adopt(slots: Slots) -> None:
-    """Give the modules of `slots`, to which `fully_shard` was applied since, their slices back."""
+    """Put the slices that `take_slices` took out back into their modules, to which `fully_shard` was applied since."""
     for loaded, places in slots.values():
         part, name = places[0]
         cut = getattr(part, name)

@@ -1,13 +1,14 @@
-"""Special tokens: a chat template writes them, and text from outside never becomes one.
+"""Protection against injected special tokens: only the chat template writes them, never the text of a message.
 
-1. If a text of a conversation spells a special token, the template gets the text with a stand-in for the last character
-   of that spelling (`Spellings`). So every special token in its output is its own.
-2. A copy of the tokenizer knows the special tokens by random names. The template's own ones are renamed, the characters
-   are put back, and the copy encodes the whole text at once. So merges, and spaces that a tokenizer puts in front of
-   texts, are the tokenizer's.
-3. If no text spells one, the tokenizer encodes the template's output.
+1. If the text of a message spells a special token (contains its characters, such as `<|im_end|>`), the template gets
+   the text with another character, a stand-in, in place of the last one of that spelling (`Spellings`). So each special
+   token in the template's output was written by the template.
+2. A copy of the tokenizer knows the special tokens by random names. In the template's output the special tokens get
+   these names, the stand-ins become the original characters again, and the copy encodes the whole text at once. So
+   merges and leading spaces are the same as with the original tokenizer.
+3. If no text spells a special token, the tokenizer itself encodes the template's output.
 
-Added tokens that are not special, such as `<think>`, stay what they are. So do tokens of one character.
+Added tokens that are not special, such as `<think>`, and tokens of a single character are not protected.
 """
 
 import json
@@ -22,18 +23,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BLANK = " \t\r\n▁"
-"""Added tokens of only these characters are ordinary text: runs of white space, which some vocabularies add."""
+"""Whitespace characters. Added tokens that consist only of these, in some vocabularies, count as ordinary text."""
 STAND_INS = [chr(number) for number in range(0x10600, 0x10737)]
-"""Letters of Linear A: no text has them. They are printable and have no case, so templates do not change them."""
+"""Characters that serve as stand-ins: letters of Linear A, a script that texts do not contain. They are printable and
+have no case, so templates do not change them."""
 
 
 class Spellings:
-    """Special tokens that the texts of one conversation spell."""
+    """The special tokens that texts of one conversation spell, and a stand-in for each of their characters.
+
+    Args:
+        special: matches any special token.
+        given: the conversation, of JSON's types.
+        place: beginning of errors, such as a file and line.
+    """
 
     def __init__(self, special: re.Pattern, given: Any, place: str) -> None:
         self._special, self._place = special, place
         self._characters: dict[str, str] = {}
-        """Character of each stand-in."""
+        """Stand-in to the character that it stands for."""
         texts = [*texts_of(given)]
         self._found = sorted({found for text in texts for found in special.findall(text)})
         if self._found:
@@ -46,13 +54,13 @@ class Spellings:
 
     @property
     def note(self) -> str:
-        """A sentence on the spellings that are there; empty if there are none."""
+        """Sentence on the special tokens that texts spell; "" if there are none."""
         if not self._found:
             return ""
         return f"texts spell special tokens of the tokenizer ({', '.join(self._found):.200}), and are read as text"
 
     def hide(self, value: Any) -> Any:
-        """Return `value`, of JSON's types, with stand-ins."""
+        """Return `value`, of JSON's types, with a stand-in for the last character of each spelled special token."""
         if not self._found:
             return value
         if isinstance(value, str):
@@ -64,20 +72,21 @@ class Spellings:
         return [self.hide(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def show(self, text: str) -> str:
-        """Return `text` with the characters in place of their stand-ins."""
+        """Return `text` with the original characters in place of stand-ins."""
         for letter, character in self._characters.items():
             text = text.replace(letter, character).replace(_escaped(letter), character)
         return text
 
     def render(self, template: Callable[[Any], str], given: Any) -> str:
-        """Return the template's output, with stand-ins.
+        """Return the template's output for `given`, with stand-ins.
 
         Args:
-            template: writes `given`.
+            template: function that renders a conversation.
             given: the conversation or a part of it.
 
         Raises:
-            ValueError: the template fails, or it changes a spelling, so that it cannot be found.
+            ValueError: the template fails, or it changes a text that spells a special token, so that the spelling
+                cannot be found in the output.
         """
         text = template(given)
         hidden = self.hide(given)
@@ -96,7 +105,7 @@ class Spellings:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and its way to encode a template's output."""
+    """The special tokens of a tokenizer, and the encoding of a template's output in which texts never become one."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -112,15 +121,20 @@ class SpecialTokens:
         self._names = {text: f"\ue000{secrets.token_hex(8)}\ue000" for text in self.texts}
 
     def spellings(self, given: Any, place: str = "") -> Spellings:
-        """Find the spellings in the texts of a conversation, at any depth; `place` is the beginning of errors."""
+        """Find the special tokens that texts of a conversation spell.
+
+        Args:
+            given: the conversation, of JSON's types; texts at any depth count.
+            place: beginning of errors, such as a file and line.
+        """
         return Spellings(self.special, given, place)
 
     def encode(self, texts: Sequence[str], spellings: Sequence[Spellings]) -> list[list[int]]:
-        """Encode a template's output.
+        """Encode outputs of a template. Returns the token ids of each text.
 
         Args:
-            texts: with stand-ins (`Spellings.render`), or parts of such texts.
-            spellings: spellings of each text's conversation.
+            texts: outputs with stand-ins (`Spellings.render`), or parts of such outputs.
+            spellings: the spellings in the conversation of each text.
 
         Raises:
             ValueError: a text spells a special token, and the tokenizer is not one of the `tokenizers` library.
@@ -135,7 +149,7 @@ class SpecialTokens:
         return ids
 
     def ordinary(self, text: str) -> list[int]:
-        """Encode `text` as ordinary text: no id is a special token's."""
+        """Return the token ids of `text`, none of them special, even if the text spells a special token."""
         ids: list[int] = self._copy.encode(text, add_special_tokens=False).ids
         return [self._ids.get(number, number) for number in ids]
 
@@ -160,7 +174,8 @@ class SpecialTokens:
 
     @cached_property
     def _copy(self) -> "Tokenizer":
-        """The tokenizer with random names of its special tokens. It takes seconds and 100 MB for a large vocabulary."""
+        """A copy of the tokenizer with random names for special tokens. For a large vocabulary, making the copy takes
+        seconds and 100 MB."""
         from tokenizers import Tokenizer
 
         names = self._names
@@ -183,7 +198,7 @@ class SpecialTokens:
 
     @cached_property
     def _ids(self) -> dict[int, int]:
-        """Map from the copy's ids to the tokenizer's, for ids that differ."""
+        """Id in the copy to id in the tokenizer, for special tokens whose ids differ."""
         found = {}
         for number, token in self.tokenizer.added_tokens_decoder.items():
             copied = self._copy.token_to_id(self._names.get(token.content, token.content))
@@ -194,12 +209,12 @@ class SpecialTokens:
 
 @lru_cache(maxsize=2)
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
-    """Return the `SpecialTokens` of a tokenizer; all callers share them, as the copy is large."""
+    """Return the `SpecialTokens` of a tokenizer, cached, since its copy of the tokenizer is large."""
     return SpecialTokens(tokenizer)
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of JSON's types."""
+    """Yield all strings, dict keys included, in a value of JSON's types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -212,9 +227,9 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def alternatives(texts: Iterable[str]) -> re.Pattern:
-    """Compile a pattern that matches any of `texts`, the longest first; without texts it matches nothing.
+    """Compile a pattern that matches any of `texts`, and prefers the longest; without texts it matches nothing.
 
-    The time of a match does not grow with the number of texts.
+    The pattern is a prefix tree, so the time of a match does not grow with the number of texts.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -234,11 +249,11 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _parts(merge: str | list[str]) -> list[str]:
-    """Return the two parts of a BPE merge, and their join."""
+    """Return the two parts of a BPE merge, and the two joined."""
     pair = merge.split(" ", 1) if isinstance(merge, str) else merge
     return [*pair, "".join(pair)]
 
 
 def _escaped(letter: str) -> str:
-    """Return the letter as JSON in ASCII has it."""
+    """Return the letter in the form in which ASCII-only JSON writes it, with escapes."""
     return json.dumps(letter)[1:-1]

@@ -1,4 +1,4 @@
-"""A model's state: all tensors that its checkpoint holds."""
+"""The state of a model: all tensors that a checkpoint of the model holds."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers with their names, module by module; a tied one once, under its first
-    name.
+    """Yield (name, tensor) for all parameters and persistent buffers, module by module.
 
-    Buffers that are not persistent are left out: they follow from the configuration.
+    A tied parameter comes once, under its first name. Buffers that are not persistent are left out: they are computed
+    from the configuration.
     """
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -19,5 +19,5 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return True for a parameter, whose type may be converted; a buffer keeps its type."""
+    """Return True for a parameter, False for a buffer. Only parameters are converted to another dtype."""
     return isinstance(tensor, nn.Parameter)

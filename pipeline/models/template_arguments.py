@@ -1,4 +1,4 @@
-"""The arguments that a chat template reads."""
+"""The arguments (Jinja variables) that a chat template reads, and a check of `data.apply_chat_template_kwargs`."""
 
 import re
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Marks of transformers around answers, which plain Jinja does not know."""
+"""Tags around assistant messages that transformers adds to Jinja and that plain Jinja cannot parse."""
 _CHOOSES = "chat_template"
-"""Argument that replaces the template, or chooses among several."""
+"""Argument that replaces the tokenizer's chat template, or chooses one of several by name."""
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
-"""Variables that transformers gives each template, besides special tokens."""
+"""Variables that transformers passes to each template, in addition to special tokens."""
 
 
 def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `data.apply_chat_template_kwargs` that the chat template does not read.
 
     Raises:
-        ValueError: a sentence that names one, and the arguments that the template reads.
+        ValueError: such an argument was given; the sentence names it, and the arguments that the template reads.
     """
     names = [str(name) for name in arguments if name != _CHOOSES]
     if not names:
@@ -39,11 +39,12 @@ def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Ma
 
 
 def arguments_of(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> set[str]:
-    """Return the variables that the chat template takes from outside.
+    """Return the names of the variables that the chat template reads and does not set itself.
 
     Args:
         tokenizer: the tokenizer.
-        template: another template, or the name of one of the tokenizer's.
+        template: a template to use instead, or the name of one of the tokenizer's templates; None for the tokenizer's
+            template, or for all of them if there are several.
 
     Raises:
         ValueError: the template does not exist, or is not valid Jinja.

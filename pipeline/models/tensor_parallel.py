@@ -1,9 +1,10 @@
-"""Tensor and expert parallelism by the plans that `transformers` has for its classes.
+"""Tensor and expert parallelism by the plans that `transformers` has for its model classes.
 
-A plan defines for each module how its weights are divided and what its forward pass exchanges. Applied to a model on
-the meta device, it leaves `DTensor` placeholders of this rank's part. FSDP then divides their rows (`slices.py`). FSDP
-is applied over a mesh of one rank, too: the style of `q_norm` sums `param.grad` over the tensor group in each backward
-pass, which without FSDP has the gradients of earlier micro-batches in it, summed already.
+A plan defines for each module how its weights are divided over the tensor group, and what ranks exchange in its forward
+pass. Applied to a model on the meta device, the plan leaves `DTensor` placeholders of this rank's part. FSDP then
+divides their rows (`slices.py`). FSDP is applied even if only one rank divides them: the plan of a module such as
+`q_norm` sums `param.grad` over the tensor group in each backward pass, and without FSDP `param.grad` would still hold
+the gradients of earlier micro-batches, which were summed already.
 """
 
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 from pipeline.models.mesh import Mesh
 
 DISPATCH = "ep_dispatch_experts"
-"""Style of experts that get their tokens from other ranks."""
+"""Name in an expert-parallel plan for experts that get their tokens from other ranks."""
 
 
 def divide(lm: Any, mesh: Mesh) -> None:
-    """Apply the plans of the class of `lm` over `mesh.tensor`.
+    """Divide `lm` over `mesh.tensor`, and its experts if `mesh.expert` is above 1, by the plans of its class.
 
     A tied embedding is divided by rows, as the head is, so that both stay one weight.
 

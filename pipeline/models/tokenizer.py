@@ -18,7 +18,12 @@ TOKENIZER_FILES = (
 def load_tokenizer(
     model: ModelConfig, needs_chat_template: bool = True, key: str | None = None
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of `model.tokenizer_path`, or else of `model.path`; errors call that setting `key`.
+    """Load the tokenizer of `model.tokenizer_path`, or else of `model.path`.
+
+    Args:
+        model: settings of the model.
+        needs_chat_template: whether a tokenizer without a chat template is an error.
+        key: name of the setting in errors; None for the setting that was used.
 
     Raises:
         ValueError: the folder is missing or holds no tokenizer, the tokenizer cannot be loaded, or it has no chat

@@ -1,4 +1,4 @@
-"""A check that a model has a row of its embedding for each token that its tokenizer may give."""
+"""A check that a model's embedding has a row for each token id that the tokenizer may produce."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GIVEN = ("bos_token", "eos_token", "unk_token")
-"""Roles of tokens that prompts and answers may hold. Others, such as padding or images, are not written."""
+"""Roles of special tokens that prompts and responses may contain. Others, such as padding, do not occur in them."""
 DIALOGUE = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hello."},
@@ -17,7 +17,10 @@ DIALOGUE = [
 
 
 def vocabulary(model: ModelConfig) -> int | None:
-    """Return the rows of the embedding of `model.path` by its configuration; None if that cannot be read."""
+    """Return the number of rows of the embedding of `model.path` (`vocab_size` of its configuration).
+
+    None if the configuration cannot be read.
+    """
     from transformers import AutoConfig
 
     # The loader of the model reports errors in its files.
@@ -30,16 +33,20 @@ def vocabulary(model: ModelConfig) -> int | None:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, rows: int | None, model: str) -> str:
-    """Return a note on tokens without a row in the embedding, if nothing can give them; empty if there are none.
+    """Check that each token id that can occur has a row in the embedding.
+
+    Returns a note if the tokenizer has ids without a row that cannot occur in prompts or responses; "" if all ids have
+    rows.
 
     Args:
-        tokenizer: gives the ids that the model reads.
-        source: its folder or Hub name.
-        rows: rows of the model's embedding; None if they are not known.
-        model: the setting and the path of the model, for sentences.
+        tokenizer: the tokenizer whose ids the model reads.
+        source: folder or Hub name of the tokenizer, for sentences.
+        rows: number of rows of the model's embedding; None if it is not known.
+        model: setting and path of the model, for sentences.
 
     Raises:
-        ValueError: text, the chat template or a role of the tokenizer can give a token without a row.
+        ValueError: an id without a row can occur: in the tokens of a text, in the chat template, or as the token of a
+            role in `GIVEN`.
     """
     beyond = {number: token for token, number in tokenizer.get_vocab().items() if rows is not None and number >= rows}
     if not beyond:
@@ -63,7 +70,7 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, r
 
 
 def _written(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the chat template, and its output for a dialogue: marks may be put together from parts."""
+    """Return the chat template and, since it may put special tokens together from parts, its output for a dialogue."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return ""

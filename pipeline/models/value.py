@@ -1,8 +1,8 @@
-"""The value model: the decoder of a causal language model with a linear head that gives one value per token.
+"""The value model (critic): the decoder of a causal language model with a linear head that gives one value per token.
 
 1. Inputs are the same as the policy's (`policy.py`). The value of a response token is read at the position that
-   predicts the token, so it is the value of the tokens before it.
-2. The language model's head is dropped, unless it is tied to the embedding.
+   predicts the token, so it is the value of the state before the token.
+2. The language-model head is dropped, unless it is tied to the embedding.
 3. The value head starts at 0, so that the first advantages are plain returns, without the noise of a random head.
 """
 
@@ -28,7 +28,8 @@ class ValueModel(nn.Module):
     Args:
         lm: model with a decoder (`get_decoder()`); nothing else is kept.
 
-    Raises ValueError if the model has no decoder of its own, or is random in training.
+    Raises ValueError if the model has no separate decoder, or still draws random numbers in training mode after dropout
+    was switched off.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -55,16 +56,17 @@ class ValueModel(nn.Module):
             input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
             logit_index: [N] int64, flat positions in B*T, as in `Policy.forward`.
             positions: [1, T] int64, positions in each context, if packed.
-            packing: places of the contexts, if packed.
+            packing: layout of the contexts, if packed.
 
         Returns:
-            values [N] float32; in the graph also for N = 0, for the ranks' collectives.
+            values [N] float32. They are part of the autograd graph also for N = 0, so that this rank joins the
+            collectives of the backward pass.
         """
         values = float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, packing))
         return packing.share.join(values, len(logit_index)) if packing and packing.share else values
 
     def try_pass(self, device: torch.device) -> None:
-        """Run a forward pass over a few tokens."""
+        """Run a forward pass over a few tokens, for `check_repeatable`."""
         ids = few_tokens(self.decoder, device)
         self(ids, torch.arange(ids.numel(), device=device))
 
@@ -75,14 +77,14 @@ def load_value_model(
     """Load the critic, with a value head of zeros.
 
     Args:
-        policy: settings of the policy's model, which the critic shares.
-        path: `critic.path`; the checkpoint may lack a language-model head, as a reward model's does. None takes the
-            policy's model.
-        mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
-        longest: tokens of the longest row; None for the model's own limit.
+        policy: settings of the policy's model, which also apply to the critic.
+        path: `critic.path`; None for the policy's model. The checkpoint may lack a language-model head, as a reward
+            model does.
+        mesh: ranks that each load a slice of the weights (`load_pretrained`); None loads whole weights, on the CPU.
+        longest: length of the longest row in tokens; None for the model's own limit.
 
-    Raises ValueError for no path, an incomplete or unsupported model, or a vocabulary without all of the policy's
-    tokens.
+    Raises ValueError for no path, an incomplete or unsupported model, or an embedding that lacks tokens of the policy's
+    tokenizer.
     """
     key = "critic.path" if path else "model.path"
     # The adapter that training starts from is the policy's.

@@ -2,12 +2,12 @@
 
     transformers_weights of config.json > model.safetensors > its index > pytorch_model.bin > its index
 
-1. The first of these is the model, as `transformers` chooses; an index stands for the files that it names. All other
-   files of weights are left out: another set, old shards, an adapter.
-2. vLLM would read every safetensors file of a folder without an index, and `transformers` would load an adapter that
-   lies next to the model. So every reader of a folder with such files gets a folder of links without them (`alone`),
-   and trainer and engines have the same weights.
-3. PyTorch's own files are pickles. They are read with `weights_only`, here and by both libraries, so none runs code.
+1. The first of these that exists is the model, as in `transformers`; an index stands for the files that it lists. All
+   other files of weights are not read: a second set of weights, old shards, an adapter.
+2. From a folder without an index vLLM would read every safetensors file, and `transformers` would load an adapter that
+   lies next to the model. So readers of a folder with such files get a temporary folder of links to the right files
+   (`alone`), and trainer and engines have the same weights.
+3. `.bin` files are pickles. This module, `transformers` and vLLM read them with `weights_only`, so no code runs.
 """
 
 import functools
@@ -29,7 +29,7 @@ from pipeline.errors import short_reason
 CONFIG, EXPLICIT = "config.json", "transformers_weights"
 SAFETENSORS, PYTORCH = ".safetensors", ".bin"
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files that may hold a model, in the order in which `transformers` looks."""
+"""Names of files that may hold a model's weights, in the order in which `transformers` looks for them."""
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 FOREIGN = {
@@ -42,15 +42,15 @@ FOREIGN = {
     ".onnx": "ONNX",
     ".npz": "NumPy's",
 }
-"""Endings of files of weights that are not read, with the name of their format."""
+"""Ending of files of weights that are not read, to the name of their format."""
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""Beginnings of the names of a trainer's files, which end like files of weights."""
+"""Beginnings of names of files that a trainer wrote, which end like files of weights but are not."""
 LFS = b"version https://git-lfs"
 CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{}', weights_only=False).save_pretrained('NEW')\""
 )
-"""Runs the code of a pickle, and writes its weights as safetensors."""
+"""Command for the user that converts a pickle to safetensors; it runs code in the pickle."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class WeightFiles:
     """The files of weights in a folder."""
 
     files: tuple[Path, ...]
-    """Files of the model, by name; none if there is nothing that can be read."""
+    """Files that hold the model, sorted by name; empty if the folder has no readable weights."""
     others: tuple[str, ...]
-    """Names of all other files that a reader could take for the model's, and of an adapter's files."""
+    """Names of all other files of weights, which a library could read by mistake, and of an adapter's files."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """The file of each tensor by an index, if there is one."""
+    """Tensor name to file name, from the index; empty without an index."""
 
     @property
     def adapter(self) -> bool:
@@ -71,7 +71,7 @@ class WeightFiles:
 
     @property
     def mislead_engines(self) -> bool:
-        """True if vLLM, which reads all files of one ending or of an index, would read other files."""
+        """True if vLLM would read wrong files: it reads all files with the same ending, or all of an index."""
         if self.places and all(place.endswith(SAFETENSORS) for place in self.places.values()):
             return any(name.startswith("consolidated") and name.endswith(SAFETENSORS) for name in self.others)
         endings = (
@@ -81,10 +81,10 @@ class WeightFiles:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Find the files of weights in `folder`; reads only indexes.
+    """Find the files of weights in `folder`. Only `config.json` and indexes are read, no weights.
 
     Raises:
-        ValueError: an index is damaged, or names a file that is not there.
+        ValueError: an index is damaged, or a file that it or `config.json` names is missing.
     """
     explicit = read_json(folder / CONFIG).get(EXPLICIT) if (folder / CONFIG).is_file() else None
     names = (str(explicit),) if explicit else NAMES
@@ -109,8 +109,10 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def model_files(path: str | Path | None) -> Path | None:
-    """Return the folder with the files of the model at `path`, a folder or a Hub name: for a name the cache of the Hub,
-    which may hold some of them; None if its `config.json` is not on this machine."""
+    """Return the local folder of the model at `path`, a folder or a Hub name; None if it has no `config.json` here.
+
+    For a Hub name this is the folder in the Hub's cache, which may hold only some of the model's files.
+    """
     folder = Path(path or "")
     if path and (folder / CONFIG).is_file():
         return folder
@@ -123,7 +125,7 @@ def model_files(path: str | Path | None) -> Path | None:
 
 
 def read_config(path: str | None) -> dict[str, Any]:
-    """Read `config.json` of the model at `path`, a folder or a Hub name; empty if it is not on this machine.
+    """Read `config.json` of the model at `path`, a folder or a Hub name; {} if the file is not on this machine.
 
     Raises:
         ValueError: see `read_json`.
@@ -149,10 +151,10 @@ def _indexed(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Read a JSON file that holds an object.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the file is not valid JSON, or holds something other than an object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -169,7 +171,7 @@ _POINTER = "is a pointer of Git LFS and not the file itself; run git lfs pull in
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a safetensors or PyTorch file by name, without reading them.
+    """Return tensor name to shape, for a safetensors or PyTorch file, without reading the tensors' data.
 
     Raises:
         ValueError: the file is damaged, is not a file of weights, or could run code.
@@ -220,7 +222,7 @@ def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return shapes of all tensors of the model in `folder` by name; none without weights.
+    """Return tensor name to shape, for all tensors of the model in `folder`; {} without weights.
 
     Raises:
         ValueError: see `find_weights` and `tensor_shapes`.
@@ -229,7 +231,14 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(folder: Path, key: str) -> None:
-    """Raise ValueError if `folder`, which the setting `key` names, holds no weights of a model that can be read."""
+    """Check that `folder` holds the weights of a model in a readable format.
+
+    Args:
+        folder: the model's folder.
+        key: name of the setting, for the error.
+
+    Raises ValueError if it does not.
+    """
     found = find_weights(folder)
     model_shapes(folder)
     if found.files:
@@ -251,9 +260,13 @@ def check_weights(folder: Path, key: str) -> None:
 
 
 def note(folder: Path, model: str) -> str:
-    """Return a sentence on files of weights in `folder` that are not read, or "". It calls the folder `model`.
+    """Return a sentence on files of weights in `folder` that are not read; "" if there are none.
 
-    Raises ValueError as `find_weights`.
+    Args:
+        folder: the model's folder.
+        model: name of the folder in the sentence.
+
+    Raises ValueError as `find_weights` does.
     """
     found = find_weights(folder)
     if not found.files or not found.others:
@@ -274,10 +287,12 @@ def note(folder: Path, model: str) -> str:
 
 @contextmanager
 def alone(folder: str | Path) -> Iterator[str]:
-    """Yield `folder` for readers that choose files by themselves: while the block runs, a folder of links if other
-    weights than the model's lie there. A Hub name stays.
+    """Yield a folder from which every library reads the model's weights and nothing else.
 
-    Raises ValueError as `find_weights`.
+    If `folder` also holds other files of weights, this is a temporary folder of links without them, which exists while
+    the block runs. Otherwise it is `folder` itself, also for a Hub name.
+
+    Raises ValueError as `find_weights` does.
     """
     found = find_weights(Path(folder)) if Path(folder).is_dir() else None
     if found is None or not found.others or not found.files:

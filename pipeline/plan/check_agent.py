@@ -1,4 +1,4 @@
-"""Checks of episode settings. Part of `checks.check`; `rollout/dry.py` runs the user's code."""
+"""Check the settings of episodes. Part of `checks.check`. The user's code is not run here, but in `rollout/dry.py`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ _MCP = re.compile(r"mcp:\s*\S.*")
 _OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 OF_THE_RUN = {"hosts", "min_hosts", "host_cpus"}
-"""Keys of `agent` that a named agent must not set."""
+"""Keys of `agent` that hold for the whole run, so a named agent must not set them."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 Spelled = Callable[[str], str]
-"""Function from a key to the key as it is given; see `AgentConfig.spelling`."""
+"""Function from a key of the section `agent` to its name in error texts; see `AgentConfig.spelling`."""
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem."""
+    """Yield one sentence per problem with the settings of agents."""
     for named in config.agent.named:
         if not _NAME.fullmatch(named):
             yield f"agent.named: {named!r} is not the name of an agent; write letters, digits, _ and -"
@@ -33,7 +33,7 @@ def problems(config: Config) -> Iterator[str]:
         spelled = config.agent.spelling(name)
         own = [] if name is None else violations(agent, "agent.", spelled)
         found |= dict.fromkeys([*own, *_of_agent(replace(config, agent=agent), spelled)])
-    # What is wrong with the section is found in each agent that takes it from there.
+    # A problem of the section is found again in each agent that inherits the setting.
     yield from (text for text in found if text not in set(violations(config.agent, "agent.")))
     idle = config.agent.hosts and not any(agent.plays for agent in config.agent.declared().values())
     what = "agent.environment, agent.tools and agent.program"
@@ -43,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _of_agent(config: Config, key: Spelled) -> Iterator[str]:
-    """Yield sentences on one agent; the section `agent` of `config` holds its settings."""
+    """Yield one sentence per problem of one agent. The section `agent` of `config` holds the settings of this agent."""
     agent = config.agent
     yield from sentences(config, agent.problems(), key)
     yield from _names(agent, key)
@@ -52,7 +52,7 @@ def _of_agent(config: Config, key: Spelled) -> Iterator[str]:
 
 
 def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
-    """Yield sentences on values that cannot name an environment, a tool or a variable."""
+    """Yield one sentence per value that is not a valid name of an environment, program, tool, variable or command."""
     if agent.environment is not None and not (_OPENENV.fullmatch(agent.environment) or is_spec(agent.environment)):
         yield (
             f"{key('agent.environment')}={agent.environment!r} is not the name of a class; write module:Class, such as "
@@ -84,12 +84,15 @@ def _names(agent: AgentConfig, key: Spelled) -> Iterator[str]:
 
 
 def _is_word(value: object) -> bool:
-    """Return True if a process can be given this text. OmegaConf lets lists pass for declared texts."""
+    """Return True if `value` is text that a process can get as an argument or variable.
+
+    The type is checked since OmegaConf does not check the entries of such lists and mappings.
+    """
     return isinstance(value, str) and "\0" not in value
 
 
 def _rewards(config: Config) -> dict[str, object]:
-    """Return sentences on reward settings that do nothing."""
+    """Return sentences on reward settings without effect on episodes, each with a true value if it applies."""
     reward = config.reward
     own = all(agent.scored_by == "environment" for agent in config.agent.declared().values())
     instead = (
@@ -107,7 +110,7 @@ def _rewards(config: Config) -> dict[str, object]:
 
 
 def _generation(config: Config) -> dict[str, object]:
-    """Return sentences on generation settings that do not work with episodes."""
+    """Return sentences on generation settings that do not work with episodes, each with a true value if it applies."""
     agent, data, rollout = config.agent, config.data, config.rollout
     return {
         "{rollout.ignore_eos}: an answer would not end before the episode is full; leave it out with "

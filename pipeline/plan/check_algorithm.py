@@ -1,5 +1,4 @@
-"""Checks of estimators, losses, KL, critic and off-policy correction that exclude each other. Part of
-`checks.check`."""
+"""Check that settings of estimator, loss, KL, critic and off-policy correction fit together. Part of `checks.check`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ _ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem; the caller reports an unknown estimator."""
+    """Yield one sentence per problem with the algorithm's settings. An unknown estimator is left to the caller."""
     try:
         estimator = get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError:
@@ -48,7 +47,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _own(key: str, name: str, entry: Entry, others: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield problems of a function that may be the user's own; `others` are functions of the other kind."""
+    """Yield one sentence per problem with the name of an estimator or a loss.
+
+    Args:
+        key: the setting.
+        name: value of the setting.
+        entry: the function of this name.
+        others: functions of the other kind (losses if `entry` is an estimator), for the error that they are confused.
+    """
     if ":" not in name:
         if not entry.built_in:
             module = entry.path.partition(":")[0]
@@ -114,13 +120,13 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
 
 
 def _truncation(config: Config) -> str:
-    """Return the settings that keep the engine from sampling all tokens, as text."""
+    """Return the settings that restrict sampling to some tokens, as text; empty if all tokens can be sampled."""
     rollout = config.rollout
     limits = []
     if rollout.top_p < 1 or rollout.top_k > 0:
         limits.append(f"rollout.top_p={rollout.top_p:g} and rollout.top_k={rollout.top_k}")
     if rollout.min_tokens > 0:
-        # No token that ends a response is kept before.
+        # Up to this number, tokens that end a response are not sampled.
         limits.append(f"rollout.min_tokens={rollout.min_tokens}")
     return " and ".join(limits)
 

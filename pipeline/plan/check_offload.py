@@ -1,4 +1,4 @@
-"""Checks of settings that save GPU memory: offload to host memory and 8-bit optimiser state."""
+"""Check settings that save GPU memory: offload to host memory and 8-bit optimiser state."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -10,11 +10,12 @@ from pipeline.config.model import ModelConfig
 def problems(
     model: ModelConfig, learners: Mapping[str, tuple[OptimConfig, FSDPConfig]], use_gpu: bool
 ) -> dict[str, object]:
-    """Return sentences, each with True if it applies (see `sentences`).
+    """Return sentences on problems, each with a true value if it applies (see `bounds.sentences`).
 
     Args:
-        model: model settings of the run.
-        learners: the sections `optim` and `fsdp` by the prefix of their keys, such as `actor.`.
+        model: the section `model`.
+        learners: sections `optim` and `fsdp` of each learner; the keys are the prefixes of these sections, such as
+            `actor.`.
         use_gpu: `trainer.use_gpu`.
     """
     offload = "{model.activation_offload}"

@@ -1,4 +1,4 @@
-"""Checks of reward settings. Part of `checks.check`; `reward/dry.py` runs the user's code."""
+"""Check the settings of rewards. Part of `checks.check`. The user's code is not run here, but in `reward/dry.py`."""
 
 import inspect
 import math
@@ -16,14 +16,14 @@ TAKEN = (
     *("score", "acc", "pred", "rm_score", "env_score", "raw_score"),
     *("overlong_penalty", "length_penalty", "repetition_penalty"),
 )
-"""Parts of a reward that have a fixed meaning. A function must not have one of these names."""
+"""Names of parts of a reward that have a fixed meaning. A function in `reward.functions` must not have such a name."""
 
 _RULE_OPTIONS = "its options are in reward.rule_kwargs"
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem."""
+    """Yield one sentence per problem with the settings of rewards."""
     reward, longest = config.reward, config.data.max_response_length
     yield from sentences(config, reward.problems())
     yield from _functions(reward)

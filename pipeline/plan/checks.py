@@ -1,7 +1,7 @@
-"""Checks of settings that are each valid but exclude each other, made before anything is started.
+"""Check that the settings of a run fit together, before anything is started.
 
 All problems are reported at once. Each is one sentence that names the keys, shows the arithmetic and gives the remedy.
-`placement.check_resources` checks the machine or the cluster. No torch, Ray or vLLM is imported.
+CPUs and GPUs are checked elsewhere, in `placement.check_resources`. Torch, Ray and vLLM are not imported.
 """
 
 import math
@@ -21,7 +21,7 @@ from pipeline.sampling import stop_problem
 from pipeline.storage.filesystem import check_scheme
 
 ENGINE_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
-"""Engine arguments that an adapter sets."""
+"""Arguments of vLLM that Slipstream sets if engines get an adapter."""
 
 
 def check(config: Config) -> None:
@@ -41,12 +41,17 @@ def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
     outside = [sentence.partition(" must be ")[0] for sentence in single]
-    # A sentence that quotes a value outside its bounds follows from it.
+    # A sentence that quotes a value outside of its bounds is only a consequence of that value.
     yield from (text for text in _combined(config, not single) if not any(value in text for value in outside))
 
 
 def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
-    """Sentences on settings that do not fit together."""
+    """Yield one sentence per problem of settings that do not fit together.
+
+    Args:
+        config: the settings.
+        in_bounds: True if each setting lies within its own bounds; else the sizes of batches are not checked.
+    """
     try:
         compose_sections(config)
     except ValueError as error:
@@ -80,7 +85,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
 
 
 def _sections(config: Config) -> dict[str, object]:
-    """Return sentences on settings of two sections that exclude each other."""
+    """Return sentences on settings of two sections that exclude each other, each with a true value if it applies."""
     data, rollout, algorithm, trainer = config.data, config.rollout, config.algorithm, config.trainer
     engines, groups = uses_engines(config), algorithm.filter_groups
     stop = stop_problem(rollout.stop)
@@ -205,8 +210,14 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticConfig) -> Iterator[str]:
-    """Yield a sentence if the contexts of the longest episode exceed a forward pass, and the loss needs them
-    together."""
+    """Yield a sentence if the loss needs all sequences of an episode in one forward pass, and the longest episode has
+    more tokens than fit.
+
+    Args:
+        config: the settings.
+        name: `actor` or `critic`.
+        learner: the section of this learner.
+    """
     key = "max_turns" if config.agent.context == "rerender" else "max_contexts"
     most = most_contexts(config)
     given = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
@@ -223,7 +234,10 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
 
 
 def _budget(config: Config, name: str, tokens: int) -> tuple[str, int]:
-    """Return the settings that limit a pass of a learner, in words, and the limit in tokens."""
+    """Return (text of the settings that limit a forward pass of the learner `name`, limit in tokens).
+
+    `tokens` is the limit per rank; sequence-parallel ranks share a pass.
+    """
     key, sequence = f"{name}.ppo_max_token_len_per_gpu={tokens}", config.actor.parallel.sequence
     return (key, tokens) if sequence == 1 else (f"{key} x actor.parallel.sequence={sequence}", tokens * sequence)
 

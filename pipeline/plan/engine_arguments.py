@@ -1,4 +1,7 @@
-"""Names of vLLM's `EngineArgs`, read from its source: importing vLLM takes many seconds."""
+"""Check names in `rollout.engine_kwargs` against vLLM's `EngineArgs`.
+
+The names are read from vLLM's source file, since importing vLLM takes many seconds.
+"""
 
 import ast
 import functools
@@ -12,7 +15,7 @@ FILE = "engine/arg_utils.py"
 
 
 def problems(names: Iterable[str]) -> Iterator[str]:
-    """Yield one sentence per name in `rollout.engine_kwargs` that vLLM does not know."""
+    """Yield one sentence per name in `names` that is not a field of vLLM's `EngineArgs`."""
     known = engine_arguments()
     for name in names:
         if known and name not in known:
@@ -24,7 +27,7 @@ def problems(names: Iterable[str]) -> Iterator[str]:
 
 @functools.cache
 def engine_arguments() -> tuple[str, ...]:
-    """Return the fields of `EngineArgs`; none if vLLM is not installed here."""
+    """Return the names of the fields of vLLM's `EngineArgs`; empty if vLLM is not installed on this machine."""
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found else None
     file = Path(next(iter(places))) / FILE if places else None

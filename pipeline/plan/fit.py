@@ -1,4 +1,4 @@
-"""Comparison of the plan's memory with a kind of GPU."""
+"""Check whether the estimated memory of a run fits its GPUs."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, shown
 
 FULL = 0.9
-"""Share of a GPU's memory that an estimate may fill: allocators and communication need the rest."""
+"""Fraction of a GPU's memory that an estimate may fill; allocators and communication need the rest."""
 
 
 def shares_gpus(config: Config) -> bool:
@@ -17,7 +17,7 @@ def shares_gpus(config: Config) -> bool:
 
 
 def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
-    """Yield one sentence per part of the run that does not fit GPUs of this kind."""
+    """Yield one sentence per part of the run (train workers, engines, replicas) that does not fit the GPU `gpu`."""
     limit, rollout = FULL * gpu.memory, config.rollout
     engine = rollout.gpu_memory_utilization * gpu.memory
     most = f"and an estimate may fill {shown(limit)} of it"
@@ -46,7 +46,7 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
             f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of {gpu.words}, {most}"
         )
     if uses_engines(config) and rollout.num_gpus:
-        # A cache for one sequence of full length is the least with which vLLM starts.
+        # vLLM starts only if its cache holds at least one sequence of full length.
         needed = memory.engine_weights + memory.engine_kv_needed / rollout.max_num_seqs
         if needed > FULL * engine:
             yield (

@@ -1,4 +1,4 @@
-"""Kinds of GPUs and their memory, by datasheets."""
+"""Kinds of GPUs with their memory and speed, from datasheets."""
 
 import re
 import shutil
@@ -10,17 +10,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, by its datasheet."""
+    """One kind of GPU, with numbers from its datasheet."""
 
     name: str
     memory: int
-    """Memory that torch sees, in bytes."""
+    """Memory that torch reports, in bytes."""
     flops: float | None
     """Dense bfloat16 operations per second, a reference for `benchmarks/gpu`; None if not known."""
 
     @property
     def words(self) -> str:
-        """Memory and name, as text."""
+        """Memory and name as text, such as `79 GiB (H100)`."""
         return f"{self.memory / GIB:.0f} GiB ({self.name})"
 
 
@@ -37,23 +37,23 @@ GPUS = {
     )
 }
 DEFAULT = "H100"
-"""Kind of GPU for which a plan is made on a machine without GPUs."""
+"""Name of the kind of GPU that the plan assumes on a machine without GPUs."""
 PER_NODE = 8
-"""GPUs of a node; communication within a node is fast."""
+"""Assumed number of GPUs per node; communication within a node is fast."""
 
 
 def known(card: str) -> Gpu | None:
-    """Return the kind of a card by its driver's name, such as `NVIDIA A100-SXM4-40GB`; None if `GPUS` does not have
-    it."""
+    """Return the kind of GPU for a name that the driver reports, such as `NVIDIA A100-SXM4-40GB`; None if it is not in
+    `GPUS`."""
     fitting = [name for name in GPUS if all(re.search(rf"\b{part}\b", card) for part in name.split("-"))]
     return GPUS[max(fitting, key=len)] if fitting else None
 
 
 def parse(text: str) -> tuple[int, Gpu]:
-    """Read a number and kind of GPUs from `8` (of this machine's kind) or `8xH200`.
+    """Read the number and the kind of GPUs from `8xH200`, or from `8`, which takes the kind of this machine's GPUs.
 
     Raises:
-        ValueError: `text` is neither, or names an unknown kind.
+        ValueError: `text` has another form, or names an unknown kind.
     """
     number, times, name = text.partition("x")
     if not number.isascii() or not number.isdigit() or int(number) < 1:
@@ -64,7 +64,8 @@ def parse(text: str) -> tuple[int, Gpu]:
 
 
 def local_gpu() -> Gpu | None:
-    """Return the kind of this machine's first GPU, with its own memory; None without a working driver."""
+    """Return the kind of this machine's first GPU, with the memory that its driver reports if that is less; None
+    without a working driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""Memory estimates of a run, from the headers of the models' files, before anything is loaded."""
+"""Estimate the memory of a run from the headers of the models' files, before anything is loaded."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimate in bytes, per process unless the field names another unit."""
+    """Estimated memory of a run. Numbers are bytes per process, unless the field says otherwise."""
 
     parameters: int
     """Number of parameters of the model."""
@@ -35,60 +35,63 @@ class Memory:
     train_optimizer: int
     train_logits: int
     train_critic: int | None
-    """Weights, gradients and optimiser of the critic; 0 without one, None if its folder is not known."""
+    """Bytes of the critic's weights, gradients and optimiser state in one train worker; 0 without a critic, None if the
+    size of its model is not known."""
     engine_weights: int
-    """Weights of an engine, per GPU."""
+    """Bytes of an engine's weights, per GPU."""
     engine_kv_needed: int
-    """KV cache for `rollout.max_num_seqs` sequences of full length at the same time, per GPU."""
+    """Bytes of KV cache for `rollout.max_num_seqs` sequences of full length at the same time, per GPU."""
     rows: int
-    """All token columns of one iteration in the object store."""
+    """Bytes of all token columns of one iteration, in the object store."""
     scorer_weights: dict[str, int | None] = field(default_factory=dict)
-    """Weights of one replica of each scoring pool; None if its folder is not known."""
+    """Bytes of weights of one replica, by the name of the scoring pool; None if the size of the model is not known."""
     train_versions: int = 0
-    """Copies of the weights in the train worker's memory that engines read."""
+    """Bytes of the copies of the weights in a train worker's memory that engines read (transport `nixl`)."""
     adapter: int = 0
-    """Number of parameters of the policy's adapter; 0 without one."""
+    """Number of parameters of the policy's adapter; 0 without an adapter."""
     offload: str = "none"
     """Value of `actor.fsdp.offload`."""
     critic_offload: str = "none"
     """Value of `critic.fsdp.offload`."""
     critic_weights: int = 0
-    """Weights of the critic, without gradients and optimiser."""
+    """Bytes of the critic's weights, without gradients and optimiser state."""
     critic_optimizer: int = 0
-    """Optimiser state of the critic."""
+    """Bytes of the critic's optimiser state."""
     train_reference: int | None = 0
-    """Weights of a reference in the train workers; 0 without one, None if its folder is not known."""
+    """Bytes of a reference model's weights in one train worker; 0 without such a model, None if its size is not
+    known."""
     reference_offload: bool = False
     """Value of `scoring.reference.offload`."""
     train_gathered: int = 0
-    """Largest all-gathered weights of a train worker, and their gradients before the reduction."""
+    """Peak bytes of all-gathered weights, with their gradients before the reduction, in one train worker."""
     train_activations: int = 0
-    """Activations of a pass of `actor.ppo_max_token_len_per_gpu` tokens on the GPU, kept for its backward pass."""
+    """Bytes of activations on the GPU that a forward pass of `actor.ppo_max_token_len_per_gpu` tokens keeps for its
+    backward pass."""
     version: int = 0
-    """Weights of one policy version on the way to the engines."""
+    """Bytes of the weights of one policy version that are sent to the engines."""
     train_kept: int = 0
-    """Activations of a pass in host memory, with `model.activation_offload`."""
+    """Bytes of the activations of a pass that are in host memory, with `model.activation_offload`."""
 
     @property
     def train_peak(self) -> int:
-        """Peak bytes of one train worker, without its state in host memory."""
+        """Peak bytes of one train worker on its device, without state that is offloaded to host memory."""
         return self.train_worker + self.train_gathered + self.train_activations
 
     @property
     def train_idle(self) -> int:
-        """Bytes of one train worker between two updates."""
+        """Bytes of one train worker on its device between two updates."""
         return self.train_worker - self.train_logits
 
     @property
     def train_worker(self) -> int:
-        """Bytes of one train worker outside of a pass, without its state in host memory."""
+        """Bytes of one train worker on its device, without gathered weights, activations and offloaded state."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
         others = (self.train_critic or 0) + (self.train_reference or 0)
         return actor + self.train_versions + others - self.offloaded
 
     @property
     def offloaded(self) -> int:
-        """Bytes of one train worker that wait in host memory."""
+        """Bytes of one train worker's state that is offloaded to host memory."""
         actor = {"optimizer": self.train_optimizer}
         actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
         critic = {"optimizer": self.critic_optimizer, "all": self.train_critic or 0}
@@ -97,30 +100,30 @@ class Memory:
 
     @property
     def train_start(self) -> int:
-        """Bytes of host memory in which a train worker reads its slices of the weights."""
+        """Bytes of host memory that a train worker needs at its start, to read its shards of all models."""
         return self.train_weights + self.critic_weights + (self.train_reference or 0)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a train worker's part of a checkpoint: trained weights and optimiser."""
-        # What is trained has as many bytes as its gradients.
+        """Bytes of a train worker's part of a checkpoint: trained weights and optimiser state."""
+        # Trained weights have as many bytes as their gradients.
         critic = (self.train_critic or 0) - self.critic_weights
         return self.train_gradients + self.train_optimizer + critic
 
 
 @dataclass(frozen=True)
 class Models:
-    """Models of a run; None if one is not a local folder with safetensors files."""
+    """Sizes of the models of a run. A model is None if it is not a local folder with safetensors files."""
 
     policy: ModelFiles
     critic: ModelFiles | None
-    """The critic, with its value head."""
+    """The critic's model, with a value head instead of a language-model head."""
     reference: ModelFiles | None
     reward: ModelFiles | None
 
 
 def read_models(config: Config) -> Models | None:
-    """Read the run's models; None if `model.path` is not a local folder with safetensors files.
+    """Read the sizes of a run's models. Returns None if `model.path` is not a local folder with safetensors files.
 
     Raises:
         ValueError: a file is damaged.
@@ -138,9 +141,9 @@ def read_models(config: Config) -> Models | None:
 
 
 def estimate(config: Config, models: Models) -> Memory:
-    """Estimate the memory of a run with these models."""
+    """Estimate the memory of a run with the models `models`."""
     model, critic, reference, reward_model = models.policy, models.critic, models.reference, models.reward
-    # Workers that divide one copy of the weights.
+    # Number of workers that share one copy of the weights.
     rollout, parallel = config.rollout, config.actor.parallel
     workers = max(1, config.trainer.num_workers // parallel.replicate)
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
@@ -198,18 +201,18 @@ def estimate(config: Config, models: Models) -> Memory:
 
 
 def compute_element(config: Config, fsdp: FSDPConfig) -> int:
-    """Return the bytes per number in the computation of a train worker."""
+    """Return the bytes per number in the forward and backward passes of a train worker."""
     return BYTES[fsdp.compute_dtype(config.model.dtype, config.trainer.use_gpu)]
 
 
 def _gathered(config: Config, model: ModelFiles) -> int:
-    """Return the peak bytes of all-gathered weights and gradients over the three phases of a step.
+    """Return the peak bytes of all-gathered weights and gradients in one worker, over the three phases of a step.
 
-    The head is gathered throughout, with a tied embedding. The phases add to it:
+    The head (with the embedding, if they are tied) is gathered throughout. Each phase adds to that:
     - at the beginning of a pass, an embedding that is not tied;
-    - in the backward pass, the current layer with the next one (or all layers), and gradients of head and layer;
+    - in the backward pass, the current layer and the next one (or all layers), and the gradients of head and layer;
     - at the end, the gradients of head and embeddings.
-    One of these gradients has a second copy, converted for the sum over workers.
+    One of these gradients has a second copy, converted to the dtype of the sum over workers.
     """
     fsdp, tensor = config.actor.fsdp, config.actor.parallel.tensor
     element, summed = compute_element(config, fsdp), BYTES[fsdp.reduce_dtype]
@@ -223,11 +226,11 @@ def _gathered(config: Config, model: ModelFiles) -> int:
 
 
 def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
-    """Return the bytes that a pass of one worker keeps: in all, and in layer inputs, which may wait in host memory.
+    """Return (bytes of activations that a forward pass of one worker keeps, bytes of these that are in host memory).
 
-    Per token, a layer keeps six times its input (norms, residuals, projections); four times the queries, keys with
-    values and feed-forward width; inputs and outputs of experts; and two norms in float32. This is 94 to 106 % of the
-    bytes that torch saves in layers of Qwen3 and Qwen3-MoE.
+    Per token, a layer keeps six vectors of the hidden size (norms, residuals, projections); four times the widths of
+    queries, keys and feed-forward network; inputs and outputs of experts; and two norms in float32. This is 94 to 106 %
+    of the bytes that torch saves in layers of Qwen3 and Qwen3-MoE.
     """
     element, tensor = compute_element(config, config.actor.fsdp), config.actor.parallel.tensor
     tokens, width = config.actor.ppo_max_token_len_per_gpu, model.size("hidden_size")
@@ -242,9 +245,17 @@ def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
 def _learner(
     lora: LoraConfig, optim: OptimConfig, model: ModelFiles, shard: int, element: int, workers: int
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimiser state of a worker with `shard` bytes of base weights.
+    """Return the bytes of (weights, gradients, optimiser state) of one worker.
 
     Adapters, their gradients and their optimiser states are float32; a frozen base has no gradients.
+
+    Args:
+        lora: settings of adapters.
+        optim: settings of the optimiser.
+        model: sizes of the model.
+        shard: bytes of base weights in one worker.
+        element: bytes per number of the base weights.
+        workers: number of workers that share one copy of the weights.
     """
     if not lora.rank:
         return shard, shard, _averages(optim, shard, element)
@@ -259,7 +270,7 @@ def _averages(optim: OptimConfig, weights: int, element: int) -> int:
     """
     if optim.name == "adamw":
         return (2 * 4 + 4 - element) * weights // element
-    # A byte a number, and a scale of four bytes for 256 of them.
+    # One byte per number, and one scale of four bytes per 256 numbers.
     return 2 * (weights // element) * (256 + 4) // 256
 
 
@@ -269,7 +280,7 @@ def _with_weights(path: str | None) -> ModelFiles | None:
 
 
 def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
-    """Return the bytes of KV cache per token on each GPU of an engine."""
+    """Return the bytes of KV cache that one token takes on each GPU of an engine."""
     rollout = config.rollout
     parts = min(rollout.tensor_parallel_size, model.size("num_key_value_heads", model.size("num_attention_heads", 1)))
     return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)

@@ -1,4 +1,7 @@
-"""Models of a run as their files describe them, before anything is loaded."""
+"""Read sizes of models from `config.json` and the headers of weight files, and check the models of a run.
+
+No weights are loaded.
+"""
 
 import functools
 import math
@@ -15,71 +18,76 @@ from pipeline.models import adapter, weight_files
 from pipeline.models.architecture import most_positions
 
 TOWERS = ("vision_config", "audio_config")
-"""Entries of `config.json` in models that read images or sound."""
+"""Keys of `config.json` that only models of images or sound have."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 TIED = re.compile(r"embed_tokens|\bwte\b|embed_in|word_embeddings")
-"""Names of token embeddings."""
+"""Pattern for names of token embeddings."""
 
 TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
-"""Names of matrices that are not linear layers inside of a model."""
+"""Pattern for names of matrices that are embeddings or heads, not linear layers inside of a model."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names in `config.json` for the number of experts in a layer, by model family."""
+"""Keys of `config.json` for the number of experts per layer; it depends on the model family which one is there."""
 
 ROUTED = ".experts."
-"""Part of the names of expert weights that only some tokens use."""
+"""Text in the names of weights of routed experts, which only some tokens use."""
 
 ROUTER = re.compile(r"(?<!\.router)\.gate\.weight$")
-"""Names of matrices that choose experts. Like experts, they are not linear layers in `transformers`."""
+"""Pattern for names of router matrices, which choose experts. Like experts, they are not linear layers in
+`transformers`."""
 
 OTHER_CLASSES = ("Classification", "MaskedLM", "QuestionAnswering", "PreTraining")
-"""Suffixes of class names in `config.json` that are not causal language models."""
+"""Suffixes of class names (`architectures` in `config.json`) of models that are not causal language models."""
 
 LM_HEAD = "lm_head."
-"""Prefix of the head's tensors, which a critic does not have."""
+"""Prefix of the names of the language-model head's tensors, which a critic does not have."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Facts in the files of a model's folder."""
+    """Configuration and sizes of a model, from the files in its folder."""
 
     config: Mapping[str, Any]
-    """`config.json`, merged with its `text_config`: multimodal families keep the decoder's sizes there."""
+    """Content of `config.json`, merged with its entry `text_config`, which holds the sizes of the decoder in multimodal
+    families."""
     parameters: int
-    """Number of parameters in the headers of the files; 0 without files."""
+    """Number of parameters, from the headers of the weight files; 0 without files."""
     head: int
     """Number of parameters of the language model's head; 0 if it is tied to the embedding."""
     tables: int = 0
     """Number of parameters of embeddings and heads."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Outputs and inputs of each linear layer inside of the model, which may get an adapter."""
+    """Number of (outputs, inputs) of each linear layer inside of the model, by name. These layers may get adapters."""
 
     def size(self, name: str, default: int = 0) -> int:
-        """Return a number of `config.json`; `default` if it is missing or null."""
+        """Return the number `name` in `config.json`; `default` if it is missing or null."""
         value = self.config.get(name)
         return value if isinstance(value, int) else default
 
     @property
     def embedding(self) -> int:
-        """Number of parameters of embeddings that are not tied to the head; FSDP gathers them by themselves."""
+        """Number of parameters of embeddings that are not tied to the head, and which FSDP gathers separately; 0 if
+        they are tied."""
         return self.tables - self.head if self.head else 0
 
     def with_value_head(self) -> "ModelFiles":
-        """Return the model as a critic: a head of one output, with a bias, replaces the language model's head."""
+        """Return the sizes of a critic made from this model: the language-model head is replaced by a head with one
+        output and a bias."""
         head = self.size("hidden_size") + 1
         parameters, tables = (count - self.head + head for count in (self.parameters, self.tables))
         return replace(self, config={**self.config, "vocab_size": 1}, parameters=parameters, head=head, tables=tables)
 
     @property
     def experts(self) -> tuple[str, int]:
-        """Name of the number of experts in `config.json`, and the number of experts in a layer; 0 without any."""
+        """(Key of `config.json` with the number of experts, number of experts per layer); the number is 0 without
+        experts."""
         return next(((name, self.size(name)) for name in EXPERTS if self.size(name)), (EXPERTS[0], 0))
 
     @property
     def routes(self) -> int:
-        """Experts of a layer that each token uses; 0 without experts."""
+        """Number of experts per layer that one token uses; 0 without experts."""
         return self.size("num_experts_per_tok", 1) if self.experts[1] else 0
 
     @property
@@ -89,30 +97,33 @@ class ModelFiles:
 
     @property
     def layer(self) -> int:
-        """Mean number of parameters of a layer."""
+        """Mean number of parameters per layer."""
         return (self.parameters - self.tables) // self.layers
 
     @property
     def queries(self) -> int:
-        """Outputs of a layer's query projection: heads x head size."""
+        """Number of outputs of a layer's query projection: heads x head size."""
         heads = self.size("num_attention_heads", 1)
         return heads * self.size("head_dim", self.size("hidden_size") // heads)
 
     @property
     def keys(self) -> int:
-        """Outputs of a layer's key projection."""
+        """Number of outputs of a layer's key projection: key heads x head size."""
         heads = self.size("num_attention_heads", 1)
         return self.queries // heads * self.size("num_key_value_heads", heads)
 
     @property
     def intermediate(self) -> int:
-        """Outputs of a layer's first feed-forward projection for a token, summed over the experts that it uses."""
+        """Width of a layer's feed-forward network; in a mixture of experts, the sum over the experts that one token
+        uses."""
         routed = self.routes * self.size("moe_intermediate_size", self.size("intermediate_size"))
         return routed or self.size("intermediate_size")
 
 
 def read_model(path: str | Path | None) -> ModelFiles | None:
-    """Read the model at `path`, a folder or a Hub name, from files on this machine; None without a `config.json`.
+    """Read the sizes of the model `path`, a folder or a Hub name, from files on this machine.
+
+    Returns None if this machine does not have the `config.json`.
 
     Raises:
         ValueError: a file is damaged.
@@ -127,8 +138,13 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
 
 @functools.lru_cache(maxsize=64)
 def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...]) -> ModelFiles:
-    """Read the model in `folder`. The result is cached by the files' times and sizes: a mixture of experts has
-    thousands of tensors."""
+    """Read the sizes of the model in `folder`, cached, since a mixture of experts has thousands of tensors.
+
+    Args:
+        folder: folder with `config.json`.
+        complete: True if all files must be there; else weight files may be missing (in the Hub's cache).
+        _stamps: (name, time of change, bytes) of each file, so a changed file is read again.
+    """
     config = weight_files.read_json(folder / weight_files.CONFIG)
     config |= config.get("text_config") or {}
     try:
@@ -156,7 +172,7 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
 
 
 def not_causal(model: ModelFiles) -> str | None:
-    """Return the kind of a model that is not a causal language model, by its `config.json`; None for all others."""
+    """Return None for a causal language model, else the kind of the model as text, from its `config.json`."""
     named = model.config.get("architectures")
     classes = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if classes and all(name.endswith(OTHER_CLASSES) for name in classes):
@@ -165,7 +181,7 @@ def not_causal(model: ModelFiles) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per model that cannot be used or cannot read the run's rows."""
+    """Yield one sentence per problem with the run's models, such as a missing folder or rows that are too long."""
     if not config.model.path:
         yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
         return

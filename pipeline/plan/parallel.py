@@ -1,4 +1,4 @@
-"""Checks that a model can be divided by `actor.parallel`, from its `config.json`, before anything is started."""
+"""Check that the models of a run can be divided as `actor.parallel` sets, from their `config.json`."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from pipeline.models.architecture import why_padded
 from pipeline.plan.models import ModelFiles, read_model
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
-"""Sizes that tensor parallelism divides."""
+"""Keys of `config.json` with the sizes that tensor parallelism divides."""
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per reason against a division of the train workers or of a model in them."""
+    """Yield one sentence per problem with `actor.parallel`, for the number of train workers and for each model."""
     parallel, workers = config.actor.parallel, config.trainer.num_workers
     size = parallel.ranks_with_same_rows * parallel.replicate
     if size < 1 or parallel.expert < 1:
@@ -67,7 +67,7 @@ def _engines(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
-    """Yield one sentence per reason against dividing the model at `path`, the value of the setting `key`."""
+    """Yield one sentence per problem with dividing the model at `path`, which is the value of the setting `key`."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
     named, experts = model.experts
@@ -94,7 +94,8 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
 
 
 def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
-    """Yield one sentence per reason against dividing positions among ranks for the trained model at `path`."""
+    """Yield one sentence per problem with sequence parallelism of the model at `path`, which is the value of the
+    setting `key`."""
     parallel = config.actor.parallel
     sequence, ranks = parallel.sequence, parallel.ranks_with_same_rows
     if sequence == 1:
@@ -104,16 +105,16 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
 
     kind = str(model.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        return  # of code of its own the trainer finds out at its start
+        return  # a model with its own code is checked by the trainer at its start
     try:
         made = CONFIG_MAPPING[kind](**model.config)
     except Exception as error:  # noqa: BLE001 (each class has errors of its own)
         yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
         return
-    # Families have names of their own for it, and defaults.
+    # Model families have other names and defaults for the number of heads.
     name, text = "num_attention_heads", made.get_text_config()
     heads = getattr(text, name, None)
-    # Heads that tensor parallelism does not divide are reported there.
+    # If `tensor` does not divide the heads, `_model` reports it.
     if isinstance(heads, int) and heads % parallel.tensor == 0 and heads % ranks:
         size = f"actor.parallel.sequence={sequence}"
         if parallel.tensor > 1:

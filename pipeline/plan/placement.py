@@ -1,7 +1,7 @@
-"""Placement of the plan's actors and tasks on the nodes of a cluster.
+"""Place the actors and tasks of a run on the nodes of a cluster, and check that they fit.
 
-Ray takes an actor's CPUs from one node and its part of a GPU from one GPU. Sums are therefore not enough: three workers
-of 0.6 of a GPU do not fit on two GPUs. The search is greedy like Ray's, in a few orders.
+Ray takes an actor's CPUs from one node and its fraction of a GPU from one GPU, so it is not enough to compare sums:
+three workers with 0.6 GPU each do not fit on two GPUs. The search is greedy like Ray's, in a few orders.
 """
 
 import os
@@ -15,28 +15,28 @@ from itertools import groupby
 from pipeline.config import ConfigError
 
 Resources = Mapping[str, float]
-"""Resources of a node, `{"CPU": 8.0, "GPU": 1.0}`."""
+"""Resources of a node or an actor: numbers of CPUs and GPUs, such as `{"CPU": 8.0, "GPU": 1.0}`."""
 SHARED_STAGE_CPUS = 1.0
-"""CPUs shared by the prompt source and the tasks that cut its blocks into chunks; they take turns."""
+"""Number of CPUs that the prompt source shares with the tasks that cut blocks of prompts into chunks; they run in
+turns."""
 EPSILON = 1e-6
-"""Tolerance of comparisons: Ray counts in ten-thousandths."""
+"""Tolerance in comparisons of resources; Ray counts them in units of 0.0001."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Ray actors or tasks of one stage, and the resources that each holds."""
+    """The Ray actors or tasks of one stage: their number (`count`), and `cpus` and `gpus` of each."""
 
     name: str
     count: int
     cpus: float
     gpus: float = 0.0
     keys: tuple[str, str, str] = ("", "", "")
-    """Setting names of the three numbers above; empty for a number without one."""
+    """Names of the settings of `count`, `cpus` and `gpus`, for error texts; empty without a setting."""
     at_least: bool = False
-    """True for tasks: Ray Data adds more on free CPUs, and `count` is the smallest number with which the run
-    advances."""
+    """True for tasks: `count` is the minimum with which the run advances, and Ray Data runs more on free CPUs."""
     most: int = 0
-    """Largest number of actors in a stage that may grow; 0 if their number is fixed."""
+    """Maximum number of actors if it may grow during the run; 0 if it is fixed."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that a node must have."""
 
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def where(self) -> str:
-        """Labels as text."""
+        """The required labels as text, such as ` on nodes labelled role=gpu`; empty without labels."""
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
         return f" on nodes labelled {labels}" if labels else ""
 
@@ -60,10 +60,11 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = field(init=False)
     gpus: list[float] = field(init=False)
-    """Free share of each GPU."""
+    """Free fraction of each GPU."""
     on_gpu: list[list[str]] = field(init=False)
-    """Names of the stages on each GPU."""
+    """For each GPU, the stages of the actors on it, as name and number of GPUs (`train 0.6`)."""
     without_gpu: list[str] = field(default_factory=list)
+    """Name of the stage of each actor on this node that has no GPU."""
 
     def __post_init__(self) -> None:
         count = int(self.resources.get("GPU", 0.0))
@@ -72,7 +73,7 @@ class Node:
         self.on_gpu = [[] for _ in range(count)]
 
     def take(self, stage: Stage) -> bool:
-        """Place one actor of the stage here and return True, if it fits."""
+        """Place one actor of `stage` on this node if it fits. Returns True if it was placed."""
         if stage.cpus > self.cpus + EPSILON or not stage.labels.items() <= self.labels.items():
             return False
         if stage.gpus > 0:
@@ -81,7 +82,7 @@ class Node:
             needed = max(1, round(stage.gpus))
             if len(fitting) < needed:
                 return False
-            # The fullest first, so that free GPUs stay free.
+            # Take the GPUs with the least free fraction first, so that free GPUs stay free.
             for number in sorted(fitting, key=lambda number: self.gpus[number])[:needed]:
                 self.gpus[number] -= share
                 self.on_gpu[number].append(f"{stage.name} {stage.gpus:g}")
@@ -103,7 +104,8 @@ class Node:
 
 
 def place(stages: Iterable[Stage], nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes with all actors of the stages on them; empty if no placement is found."""
+    """Place all actors of `stages` on copies of `nodes`. Returns the copies, or an empty list if no placement is
+    found."""
     stages = list(stages)
     orders = (
         lambda stage: (not stage.labels, -stage.gpus, -stage.cpus),
@@ -119,7 +121,7 @@ def place(stages: Iterable[Stage], nodes: Sequence[Node]) -> list[Node]:
 
 
 def lines(nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield one line per node, or per group of equal nodes."""
+    """Yield one line of text per node, or per group of equal nodes."""
     for text, count in sorted(Counter(map(str, nodes)).items()):
         yield f"{count} nodes of {text}" if count > 1 else text
 
@@ -129,12 +131,12 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
 
     Args:
         stages: stages of the plan.
-        num_cpus: `trainer.ray_num_cpus`, the CPUs of a local Ray; None takes the machine's.
+        num_cpus: `trainer.ray_num_cpus`, the number of CPUs of a local Ray; None takes the machine's number.
         nodes: empty nodes of a Ray cluster; None for a local Ray on this machine.
 
     Raises:
-        ConfigError: CPUs or GPUs are too few in all; or no placement of the actors on the nodes and labels is found; or
-            engines that are added later would take the CPUs of tasks.
+        ConfigError: the nodes have too few CPUs or GPUs in total; or no placement is found that respects nodes and
+            labels; or engines that an elastic pool adds later would take the CPUs that tasks need.
     """
     holder = cpu_holder = "the cluster has" if nodes is not None else "this machine has"
     remedy = "lower one of them or add nodes"
@@ -165,7 +167,7 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
 
 
 def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
-    """Refuse a pool that would take the CPUs of tasks when it grows."""
+    """Raise ConfigError if a pool of engines or hosts, when it grows, would take the CPUs that tasks need."""
     actors = [stage for stage in stages if not stage.at_least]
     words = {"rollout": ("rollout.max_engines", "engines"), "agent": ("agent.hosts", "hosts of environments")}
     for stage in actors:
@@ -184,7 +186,7 @@ def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
 
 
 def local_node(num_cpus: int | None) -> Node:
-    """Return the node of a Ray on this machine, with the machine's GPUs, and `num_cpus` or the machine's CPUs."""
+    """Return this machine as a node of a local Ray, with `num_cpus` CPUs; None takes the machine's number."""
     return Node({"CPU": float(num_cpus or os.cpu_count() or 1), "GPU": float(local_gpus())})
 
 
@@ -204,12 +206,15 @@ def local_gpus() -> int:
 
 
 def describe(resources: Resources) -> str:
-    """Return CPUs and GPUs as text."""
+    """Return resources as text, such as `8 CPUs and 1 GPUs`."""
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
 def _sum(stages: Iterable[Stage], kind: str) -> tuple[str, str]:
-    """Return the needs of the stages that have keys, as a sum of keys and as a sum of numbers."""
+    """Return the sum of the CPUs or GPUs (`kind`) that stages need, as text of settings and as text of numbers.
+
+    Stages without a setting are left out.
+    """
     words, numbers = [], []
     for stage in stages:
         each, key = stage.needs[kind], stage.keys[2 if kind == "GPU" else 1]

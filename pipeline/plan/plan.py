@@ -1,7 +1,7 @@
-"""Plan of a run: chunks, rows and optimiser steps per iteration, and actors, CPUs, GPUs and memory per stage.
+"""Compute the plan of a run: chunks, rows and optimiser steps per iteration; actors, CPUs, GPUs and memory per stage.
 
-`slipstream train --dry-run` prints it and exits. It is computed from settings and files of the models' folders; torch,
-Ray and vLLM are not imported.
+`slipstream train --dry-run` prints the plan and exits. The plan follows from the settings and the files of the models;
+torch, Ray and vLLM are not imported.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ FILTER_CPUS = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """Resolved numbers of a run."""
+    """Numbers that follow from the settings of a run."""
 
     config: Config
     chunks_per_iteration: int
@@ -38,33 +38,39 @@ class Plan:
     rows_per_iteration: int
     rows_per_rank: int
     greedy_rows_per_iteration: int
-    """Rows generated for the estimator's baselines, which do not reach the trainer."""
+    """Number of greedy responses per iteration that the advantage estimator needs as baselines. They do not reach the
+    trainer."""
     actor: UpdateShape
     critic: UpdateShape | None
-    """Update of the critic; None without one."""
+    """Update of the critic; None without a critic."""
     chunks_in_flight_per_engine: int
     episodes_per_engine: int
-    """Most training episodes that one engine runs at the same time, each in its own process; 0 without episodes."""
+    """Maximum number of training episodes that one engine runs at the same time, each in its own process; 0 without
+    episodes."""
     iterations: int | None
-    """Iterations of the run; None if the number of training prompts is not known."""
+    """Number of iterations of the run; None if the number of training prompts is not known."""
     train_rows: int | None
+    """Number of training prompts, after `data.train_max_samples`; None if not known."""
     stages: tuple[Stage, ...]
     memory: Memory | None
     """Memory estimates; None if the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     gpu: Gpu | None = None
-    """Kind of GPU whose memory is compared."""
+    """Kind of GPU that the memory estimates are compared with; None: no comparison."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
     """Sentences on parts of the run that do not fit the GPUs."""
 
     @property
     def cpus(self) -> float:
-        """Ray CPUs that the run needs at least; with fewer, a stage would wait forever."""
+        """Minimum number of Ray CPUs; with fewer, a stage would wait forever."""
         return sum(stage.count * stage.cpus for stage in self.stages)
 
     @property
     def schedules(self) -> dict[str, tuple[OptimConfig, int]]:
-        """Settings and optimiser steps of each learning-rate schedule, by learner. Needs `iterations`."""
+        """(Optimiser settings, total number of optimiser steps) by learner (`actor`, `critic`).
+
+        `iterations` must be known.
+        """
         assert self.iterations is not None
         config, length = self.config, self.iterations
         learners = {"actor": (config.actor.optim, (length - config.critic.warmup) * self.actor.steps)}
@@ -83,10 +89,10 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     Args:
         config: settings of the run that have passed `checks.check`.
         train_rows: number of rows of the training files; None if unknown.
-        gpu: kind of GPU whose memory is compared.
+        gpu: kind of GPU that the memory estimates are compared with; None: no comparison.
 
     Raises:
-        ConfigError: the rows do not fill one iteration, or all iterations are the critic's warm-up.
+        ConfigError: there are fewer prompts than one iteration needs, or all iterations are the critic's warm-up.
     """
     data, rollout, trainer = config.data, config.rollout, config.trainer
     chunks = data.train_batch_size // rollout.chunk_prompts
@@ -121,7 +127,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
 
 
 def episodes_at_once(config: Config) -> int:
-    """Return `Plan.episodes_per_engine`."""
+    """Return the maximum number of training episodes that one engine runs at the same time; 0 without episodes."""
     rollout = config.rollout
     chunks = config.data.train_batch_size // rollout.chunk_prompts
     admitted = -(-chunks * (1 + config.algorithm.max_staleness) // rollout.num_engines)

@@ -1,11 +1,13 @@
-"""Suggested settings for training a model on a number of GPUs: the first combination that fits and passes the checks.
+"""Suggest settings for training a model on a number of GPUs: the first combination that fits and passes the checks.
 
-    a saving            none, gradient checkpointing, checkpointing with offloads; if none of them fits, passes whose
-                        positions are divided among workers; if these do not fit either, adapters
-    a layout            all GPUs train and generate in turn; or half of them train and half generate
-    a mesh              copies of the shards in each node; or one copy over all workers
+Combinations of these are tried, in this order:
 
-A saving costs speed, so layouts with fewer savings are tried first.
+    memory saving       none; gradient checkpointing; checkpointing and offload. If none of them fits: the same with
+                        sequence parallelism. If these do not fit either: adapters
+    layout              all GPUs train and generate in turn; or half of them train and half generate
+    mesh                one copy of the weights per node; or one copy over all workers
+
+A memory saving costs speed, so combinations with fewer savings are tried first.
 """
 
 import contextlib
@@ -27,16 +29,16 @@ from pipeline.plan.models import ModelFiles
 from pipeline.plan.parallel import HEADS
 
 Settings = Mapping[str, Any]
-"""Values by their dotted keys."""
+"""Values of settings, by dotted key."""
 
 ALONE = 0.85
-"""Share of a GPU's memory for an engine that does not share the GPU."""
+"""Fraction of a GPU's memory for an engine that does not share the GPU."""
 WEIGHTS = 0.6
-"""Largest share of `ALONE` for the engine's weights."""
+"""Maximum fraction of that engine's memory that its weights may take; the rest is KV cache."""
 HOST = 250 * GIB
-"""Most host memory for a train worker, in bytes: nodes of eight GPUs mostly have 2 TB."""
+"""Maximum host memory of a train worker, in bytes: nodes with eight GPUs mostly have 2 TB."""
 SPLITS = (8, 4, 2)
-"""Parts of a layer, or of an engine's model: powers of two within a node."""
+"""Numbers of GPUs over which layers, positions or an engine's model may be divided, within one node."""
 OFF: Settings = {
     "model.enable_gradient_checkpointing": False,
     "model.activation_offload": False,
@@ -44,7 +46,7 @@ OFF: Settings = {
     "rollout.min_engines": None,
     "rollout.max_engines": None,
 }
-"""Settings of every layout that does not set them itself."""
+"""Settings of every combination that does not set them itself: no savings, no elastic pool."""
 CHECKPOINTS: Settings = {"model.enable_gradient_checkpointing": True}
 SAVINGS: tuple[Settings, ...] = (
     {},
@@ -53,16 +55,16 @@ SAVINGS: tuple[Settings, ...] = (
     {**CHECKPOINTS, "actor.fsdp.offload": "optimizer", "model.activation_offload": True},
     {**CHECKPOINTS, "actor.fsdp.offload": "all"},
 )
-"""Settings that save memory, the cheapest first."""
+"""Settings that save memory; the one that costs the least speed is first."""
 LORA: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
 ADAPTERS: tuple[Settings, ...] = (LORA, {**LORA, "model.activation_offload": True})
-"""Settings for training if full weights do not fit."""
+"""Settings for training with adapters, tried if training all weights does not fit."""
 
 
 def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | None:
-    """Return settings for training on `gpus` GPUs of one kind; None if nothing fits.
+    """Return settings with which `config` fits `gpus` GPUs of the kind `gpu`; None if nothing fits.
 
-    They replace settings of `config`. Its data, algorithm and scoring pools stay.
+    Settings of data, algorithm and scoring pools are not changed.
     """
     left = gpus - _of_replicas(config)
     # Experts cannot have adapters.
@@ -80,7 +82,7 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
 
 
 def laid_over(config: Config, settings: Settings) -> Config:
-    """Return a copy of `config` with other values of some keys."""
+    """Return a copy of `config` with the values of `settings`."""
     changed = copy.deepcopy(config)
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -89,7 +91,8 @@ def laid_over(config: Config, settings: Settings) -> Config:
 
 
 def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
-    """Return name and text of a line of the plan: suggested settings that differ from `config`.
+    """Return a line for the plan's table as (name, text). The text has the suggested settings that differ from
+    `config`.
 
     Raises:
         ValueError: a file of a model is damaged.
@@ -122,7 +125,16 @@ def _of_replicas(config: Config) -> int:
 def _layouts(
     config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings, sequence: int
 ) -> Iterator[Settings]:
-    """Yield settings of train workers and engines on `gpus` GPUs; `sequence` workers divide the positions of a pass."""
+    """Yield settings of train workers and engines, one per layout and mesh.
+
+    Args:
+        config: settings of the run.
+        models: sizes of the run's models.
+        gpus: number of GPUs for train workers and engines.
+        gpu: kind of these GPUs.
+        saving: settings that save memory.
+        sequence: number of sequence-parallel workers.
+    """
     parallel = config.actor.parallel
     positions = {
         "actor.parallel.sequence": sequence,
@@ -156,7 +168,8 @@ def _layouts(
 
 
 def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Settings) -> Iterator[Settings]:
-    """Yield settings for one engine on the GPU of each train worker, with the memory that the worker leaves."""
+    """Yield the settings `train` with one engine on the GPU of each train worker, which gets the memory that the worker
+    leaves; nothing if that is too little."""
     sleep = config.algorithm.max_staleness == 0
     memory = estimate(laid_over(config, train), models)
     left = FULL - (memory.train_idle if sleep else memory.train_peak) / gpu.memory
@@ -172,7 +185,10 @@ def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Sett
 
 
 def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings:
-    """Return settings for engines on GPUs of their own, as small as leaves enough memory to the KV cache."""
+    """Return settings for engines on `gpus` GPUs that only engines use.
+
+    An engine gets the smallest number of GPUs that leaves enough memory for its KV cache.
+    """
     weights, heads = model.parameters * BYTES[config.rollout.dtype], model.size("num_attention_heads", 1)
     fitting = (size for size in (1, *reversed(SPLITS)) if weights / size <= WEIGHTS * ALONE * gpu.memory)
     size = next((size for size in fitting if gpus >= size and heads % size == 0), 1)
@@ -186,10 +202,11 @@ def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings
 
 
 def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Iterator[Settings]:
-    """Yield meshes of the train workers, shortest communication first; none if they cannot be divided.
+    """Yield settings of `actor.parallel` for `workers` train workers, with the shortest communication first.
 
-    Dense models are only sharded, since gathering a layer takes less time than computing it. A mixture of experts would
-    gather all experts for the few that a token uses, so experts are divided as far as the model and a node allow.
+    Dense models are only sharded, since gathering a layer takes less time than computing it. With a mixture of experts,
+    workers would gather all experts though a token uses only a few, so experts are divided as far as the model and a
+    node allow. Nothing is yielded if the workers cannot be divided.
     """
     tensor = 1
     if model.experts[1] and not lora:
@@ -207,9 +224,9 @@ def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Itera
 
 
 def _chunk_prompts(config: Config, workers: int) -> int | None:
-    """Return the prompts of a chunk with which every worker gets whole chunks of each mini-batch, if possible two.
+    """Return a number of prompts per chunk with which every worker gets whole chunks of each mini-batch.
 
-    None if the batch cannot be shared evenly.
+    If possible, a worker gets at least two. None if the batch cannot be shared evenly.
     """
     batch = config.data.train_batch_size
     minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]

@@ -1,4 +1,4 @@
-"""The plan as a table for the terminal."""
+"""Format the plan of a run as a table for the terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ _PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
 
 
 def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
-    """Return the plan as a table for the terminal, with the placement on `nodes` if given."""
+    """Return the plan as a table. With `nodes`, the table also shows the placement of actors on nodes."""
     config, memory = plan.config, plan.memory
     table = Table(title=f"Plan of {config.trainer.experiment_name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -99,7 +99,7 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
 
 
 def stage_resources(stage: Stage) -> str:
-    """Return the number of actors or tasks of a stage with the resources of each, as text."""
+    """Return the number of actors or tasks of a stage and the resources of each, as text: `2 x 1 CPU + 1 GPU`."""
     many = f"{'at least ' if stage.at_least else ''}{stage.count}{f' up to {stage.most}' if stage.most else ''}"
     gpus = f" + {stage.gpus:g} GPU" if stage.gpus else ""
     return f"{many} x {stage.cpus:g} CPU{gpus}{stage.where}"
@@ -123,7 +123,7 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _overlap(config: Config) -> Iterator[str]:
-    """Yield lines on the overlap of generation and training, within an iteration and across iterations."""
+    """Yield lines of text on the overlap of generation and training, within an iteration and across iterations."""
     staleness = config.algorithm.max_staleness
     if staleness:
         iterations = f"{staleness} iteration{'s' * (staleness > 1)}"
@@ -164,7 +164,7 @@ def _steps(updates: UpdateShape) -> str:
 
 
 def _mesh(plan: Plan) -> Iterator[str]:
-    """Yield lines on the division of model and rows among train workers."""
+    """Yield lines of text on the division of model and rows among train workers."""
     parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
     same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
     groups = workers // same

@@ -1,9 +1,8 @@
-"""Trial of the models before anything is started: each is built without memory, from `config.json` and its files'
-headers.
+"""Try to load the models of a run before anything is started, without memory for their weights.
 
-The workers' own loaders are used, so a model that they would refuse is refused here: incomplete or quantised weights,
-weights that do not match `config.json`, adapters that do not fit, a missing head. Only the values of weights are not
-read.
+Each model is built on the meta device from `config.json` and the headers of its files, with the same loaders as in the
+workers. So a model that they would refuse is refused here: incomplete or quantised weights, weights that do not match
+`config.json`, adapters that do not fit, a missing head.
 """
 
 import logging
@@ -35,23 +34,23 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 NEXT = ".eh_proj."
-"""Part of the names of layers that predict further tokens; their numbers follow the model's own layers."""
+"""Text in the names of layers for multi-token prediction, which are numbered after the model's own layers."""
 SCALES = re.compile(r"(?:weight_scale(?:_inv|_2)?|_scale_inv|\.SCB|\.absmax|\.quant_state\.[^.]*)$")
-"""Suffixes of tensors that scale quantised weights."""
+"""Pattern for the ends of names of tensors that hold the scales of quantised weights."""
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-"""Names of a head and of embeddings, which may be tied."""
+"""Ends of the names of language-model heads and of token embeddings, which may be tied."""
 COMPARED = 64
-"""Number of rows of a tied head and embedding that are compared."""
+"""Number of first rows in which a tied head and its embedding are compared."""
 
 Load = Callable[[ModelConfig, str], Any]
 
 
 @contextmanager
 def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
-    """Build models of `transformers` from the headers of their files, on the meta device, inside the context.
+    """Inside the context, `transformers` builds models on the meta device from the headers of their files.
 
     Yields:
-        the models, each with the names in its files that it has no place for.
+        a list that gets (model, names of weights in its files that the model does not have) for each model built.
     """
     from transformers.utils import logging as bars
 
@@ -84,11 +83,14 @@ def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
 
 
 def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
-    """Yield notes on the model at `model.path`, the value of the setting `key`, as loaded by `load`.
+    """Try to load a model; yield notes about it. Raises ValueError if the model cannot be loaded.
 
-    A Hub model is not downloaded: it is tried if its files are in the cache of this machine.
+    A Hub model is not downloaded: it is tried only if its files are in the cache of this machine.
 
-    Raises ValueError if it cannot be loaded.
+    Args:
+        model: settings of the model.
+        key: the setting that holds `model.path`, for error texts.
+        load: loader of the workers for this kind of model.
     """
     from pipeline.upstream.transformers import knows_loader
 
@@ -106,7 +108,7 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
         load(replace(model, path=str(folder), attn_implementation=attention), key)
     for lm, unread in built:
         inside = f"{lm.base_model_prefix}."
-        # Heads are for other uses of a model.
+        # In other models than the policy, heads may be left unread.
         lost = sorted(name for name in unread if key == "model.path" or name.startswith(inside))
         if beyond := _layers_beyond(lm, lost):
             layers = lm.config.get_text_config().num_hidden_layers
@@ -128,7 +130,7 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
 
 
 def _layers_beyond(lm: Any, unread: Sequence[str]) -> list[str]:
-    """Return the names in `unread`, weights without a place in `lm`, that belong to layers after its last one."""
+    """Return the names in `unread` (weights in the files that `lm` does not have) of layers after the model's last."""
     count = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
     modules, inside = {name for name, _ in lm.named_modules()}, f"{lm.base_model_prefix}."
     found: dict[str, list[str]] = {}
@@ -143,10 +145,7 @@ def _layers_beyond(lm: Any, unread: Sequence[str]) -> list[str]:
 
 
 def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
-    """Compare a head with the embedding that it is tied to.
-
-    Raises ValueError if both are in the files with different values.
-    """
+    """Raise ValueError if the head is tied to the embedding and the files hold both with different values."""
     from safetensors import safe_open
 
     if not getattr(lm.config.get_text_config(), "tie_word_embeddings", False):
@@ -167,8 +166,10 @@ def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
 
 
 def _is_complete(folder: Path, path: str) -> bool:
-    """Return True if all files of a Hub model are cached. A folder counts as complete: its loader names what is
-    missing."""
+    """Return True if `path` is a folder, or a Hub model with all of its files in the cache `folder`.
+
+    Folders are not checked here, since the loader names missing files.
+    """
     if Path(path).is_dir():
         return True
     try:
@@ -178,14 +179,12 @@ def _is_complete(folder: Path, path: str) -> bool:
 
 
 def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bool = True) -> Iterator[str]:
-    """Yield notes on all models of a run.
+    """Try to load all models of a run; yield notes about them. Raises ValueError if one of them cannot be used.
 
     Args:
         config: settings of the run.
         tokenizer: tokenizer of the policy.
-        trained: True if the policy is trained; engines without a trainer can read quantised models.
-
-    Raises ValueError if one of them cannot be used.
+        trained: True if the policy is trained. False (evaluation) allows quantised models, which engines can read.
     """
     model, source = config.model, config.model.tokenizer_path or config.model.path
     plain = replace(model, lora=LoraConfig())
@@ -211,9 +210,15 @@ def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bo
 def try_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, key: str = "model.path", source: str | None = None
 ) -> Iterator[str]:
-    """Yield notes on a tokenizer (of `source`, else of `model`) for the model at `model.path`, the value of `key`.
+    """Compare a tokenizer with a model's vocabulary; yield notes.
 
-    Raises ValueError if the model's embedding has no row for a token.
+    Raises ValueError if the tokenizer has a token for which the model's embedding has no row.
+
+    Args:
+        tokenizer: the tokenizer.
+        model: settings of the model.
+        key: the setting that holds `model.path`, for texts.
+        source: folder or Hub name of the tokenizer, for texts; None takes the tokenizer of `model`.
     """
     source = source or model.tokenizer_path or model.path
     if note := check_vocabulary(tokenizer, source, vocabulary(model), f"{key}={model.path}"):
@@ -221,9 +226,10 @@ def try_tokenizer(
 
 
 def _try_engine_model(model: ModelConfig, key: str) -> Iterator[str]:
-    """Yield notes on a model that only an engine reads; engines have their own code for some families.
+    """Try to load a model that only engines use; yield notes about it.
 
-    Raises ValueError like `try_model` if `transformers` reads the family.
+    If `transformers` cannot load the family, this is only a note, since vLLM may have its own code for it. Raises
+    ValueError for other problems, like `try_model`.
     """
     try:
         yield from try_model(model, key, load_lm)

@@ -1,4 +1,4 @@
-"""Warnings about settings that are allowed but probably not meant. `--dry-run` and the start of a run show them."""
+"""Warn about settings that are allowed but probably a mistake. `--dry-run` and the start of a run show the warnings."""
 
 import math
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ def notes(
 
     Args:
         config: settings of the run.
-        chunks: chunks of an iteration.
-        memory: memory of the run; None if the model's shape is unknown.
-        episodes: most episodes that one engine runs at the same time.
-        iterations: iterations of the run; None if unknown.
+        chunks: number of chunks per iteration.
+        memory: memory of the run; None if the size of the model is unknown.
+        episodes: maximum number of episodes that one engine runs at the same time.
+        iterations: number of iterations of the run; None if unknown.
     """
     yield from replay.notes(config)
     if uses_engines(config):
@@ -80,7 +80,7 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
 
 
 def _groups(config: Config) -> dict[str, object]:
-    """Return notes on ranks that communicate within each layer."""
+    """Return sentences on parallel ranks that communicate in each layer, with true values if they apply."""
     ranks, workers = config.actor.parallel.ranks_with_same_rows, config.trainer.num_workers
     return {
         f"{{actor.parallel.tensor}} and {{actor.parallel.sequence}}: groups of {ranks} neighbouring ranks exchange in "
@@ -93,7 +93,7 @@ def _algorithm(config: Config) -> dict[str, object]:
     algorithm, actor = config.algorithm, config.actor
     estimator, loss = get_adv_estimator(algorithm.adv_estimator), policy_loss(config)
     kl_loss, kl_in_reward, kl_type = actor.use_kl_loss, algorithm.use_kl_in_reward, actor.kl_loss_type
-    # An estimator of parts of the reward reads no KL.
+    # Estimators that read the parts of the reward ignore the KL in the reward.
     divides = "norm_adv_by_std_in_grpo" in estimator.reads and "parts" not in estimator.needs
     by_spread = divides and algorithm.norm_adv_by_std_in_grpo
     return {
@@ -133,7 +133,7 @@ def _algorithm(config: Config) -> dict[str, object]:
 
 
 def _stale(config: Config) -> dict[str, object]:
-    """Return notes on rows older than the policy that trains on them."""
+    """Return sentences on training with rows of older policy versions, with true values if they apply."""
     algorithm, rollout, staleness = config.algorithm, config.rollout, config.algorithm.max_staleness
     settings, own_ratio = rollout_correction(config), weighs_itself(config)
     corrects = settings.rollout_is != "none" or settings.rollout_rs is not None or own_ratio
@@ -167,5 +167,5 @@ def _stale(config: Config) -> dict[str, object]:
 
 
 def largest_gain(delay: int) -> float:
-    """Return the gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
+    """Return the gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever. With smaller gains x decays."""
     return 2 * math.sin(math.pi / (4 * delay + 2))

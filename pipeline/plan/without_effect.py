@@ -1,4 +1,4 @@
-"""Notes of the plan on settings without effect.
+"""Find settings without effect, for notes of the plan.
 
 `unread` lists keys that the run does not read. `idle` has sentences on values that are read but change nothing.
 """
@@ -27,22 +27,22 @@ from pipeline.replay import checks as replay
 from pipeline.reward.functions import functions
 
 _OF_ENVIRONMENT = ("agent.observation_role", "agent.same_seed_in_group")
-"""Keys that are read only if a run has an environment."""
+"""Keys that have an effect only if the run has an environment."""
 _NOT_OF_PROGRAM = (
     "agent.observation_role",
     "agent.max_parallel_calls",
     "agent.on_malformed",
     "agent.step_timeout_s",
 )
-"""Keys that runs with a program do not read."""
+"""Keys without effect if a program or a command runs the episodes."""
 
 
 def idle(config: Config, iterations: int | None) -> dict[str, object]:
-    """Return sentences on values that change nothing, each with True if it applies (see `bounds.sentences`).
+    """Return sentences on values that change nothing, each with a true value if it applies (see `bounds.sentences`).
 
     Args:
         config: settings of the run.
-        iterations: iterations of the run; None if unknown.
+        iterations: number of iterations of the run; None if unknown.
     """
     trainer, sampling, rollout = config.trainer, config.rollout.val_kwargs, config.rollout
     greedy, validates = sampling.temperature == 0 or sampling.top_k == 1, bool(config.data.val_files)
@@ -82,7 +82,7 @@ def idle(config: Config, iterations: int | None) -> dict[str, object]:
 
 
 def unread(config: Config) -> Iterator[str]:
-    """Yield the keys whose value differs from the default but has no effect with the other settings."""
+    """Yield `key=value` for each setting that differs from its default but is not read with the other settings."""
     algorithm, actor = config.algorithm, config.actor
     sampling = config.rollout.val_kwargs
     normed = "seq-mean-token-sum-norm"
@@ -149,8 +149,10 @@ def unread(config: Config) -> Iterator[str]:
 
 
 def _not_read(chosen: PolicyLoss | Estimator, others: Iterable[PolicyLoss | Estimator]) -> set[str]:
-    """Return keys that other algorithms read and `chosen` does not; none for a user's algorithm that does not list its
-    keys."""
+    """Return the keys that algorithms in `others` read and `chosen` does not.
+
+    Empty for a user's algorithm that does not list its keys.
+    """
     if not (chosen.built_in or chosen.reads):
         return set()
     return {key for other in others for key in other.reads} - set(chosen.reads)

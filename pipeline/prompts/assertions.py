@@ -1,6 +1,6 @@
-"""The check of all rows' assertions before anything starts: the number that cannot be judged, and the reasons.
+"""Check before anything starts that the sandbox can judge the assertions (tests) in the ground truths of all rows.
 
-The rows themselves are refused, or set aside, as they are read (`encode.py`).
+Rows with other assertions are counted here. They are refused, or left out, when the run reads them (`encode.py`).
 """
 
 import itertools
@@ -16,23 +16,23 @@ from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.truths import TruthCheck
 
 COLUMNS = ["data_source", "agent_name", "reward_model.ground_truth"]
-MOST_FORMS = 8  # named in a sentence
+MOST_FORMS = 8  # number of forms that the sentence names
 
 
 def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: int) -> str:
-    """Count the rows whose assertions cannot be judged.
+    """Count the rows with assertions that the sandbox cannot judge.
 
     Args:
-        loaders: loaders of all files that are read.
-        check: the run's check of ground truths.
+        loaders: loaders of all training and validation files.
+        check: check of one ground truth.
         most: `data.max_bad_rows`.
 
     Returns:
-        a sentence about the rows that will be set aside; "" if all can be judged.
+        a sentence about the rows that the run will leave out; "" if all assertions can be judged.
 
     Raises:
-        ValueError: more than `most` rows cannot be judged; the sentence names the forms, and the first row with its
-            reason.
+        ValueError: more than `most` rows cannot be judged. The text names the forms of assertion, and the first such
+            row with the reason.
         OSError: a file cannot be read.
     """
     forms: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
             truth = ground_truth_of(structured(values, "reward_model"))
             with_assertions += check(values["data_source"], values.get("agent_name"), truth)
         except ValueError as error:
-            # Other errors belong to the row, and appear as it is read.
+            # Other errors of the row are reported when the run reads it.
             if isinstance(error.__cause__, Refused):
                 with_assertions += 1
                 forms[error.__cause__.form] += 1
@@ -61,7 +61,10 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
 
 
 def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[PromptFile, Place, dict[str, Any]]]:
-    """Yield the rows whose ground truth is checked, with their places; other ground truths are not read."""
+    """Yield (file, place, columns) for each row that `check` applies to.
+
+    Row groups without such rows are not read, apart from the columns `data_source` and `agent_name`.
+    """
     left = loader.epoch_rows
     for file in loader.files:
         for group, group_rows in enumerate(file.row_groups):
@@ -75,6 +78,6 @@ def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[Promp
 
 
 def _applies(file: PromptFile, part: Slice, check: TruthCheck) -> bool:
-    """Return whether one of the rows is checked."""
+    """Return True if `check` applies to at least one row of `part`."""
     batches = (batch.to_pylist() for _, batch in file.read([part], COLUMNS[:2]))
     return any(check.applies(row["data_source"], row.get("agent_name")) for rows in batches for row in rows)

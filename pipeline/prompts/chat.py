@@ -1,7 +1,8 @@
-"""Chat messages to prompt tokens, through the model's own chat template, many prompts at a time.
+"""Convert chat messages to prompt tokens with the model's own chat template, many prompts at a time.
 
-If the last message of a prompt is the assistant's, the policy continues it: the template writes neither an end of that
-turn nor an opening of another one. Conversations that end in any other way are refused.
+If the last message of a prompt has the role `assistant`, the policy continues it: the template writes neither an end of
+that turn nor the opening of another one. A conversation must end with such a message, or with one that the policy can
+respond to.
 """
 
 import os
@@ -34,7 +35,7 @@ FIXED_ARGUMENTS = (
 """Arguments of the chat template that `ChatTokenizer` sets itself."""
 
 QUESTIONS = ("user", "tool")
-"""Roles of messages that templates write in place, and not as answers."""
+"""Roles of messages after which a template always opens the assistant's turn."""
 CONTINUED = (
     "prompts end with a message of the assistant: the policy continues it, and rewards judge the whole; remove the "
     "message if it is an answer that was left in the file"
@@ -42,11 +43,14 @@ CONTINUED = (
 
 
 class ChatTokenizer:
-    """Converter of conversations to prompt tokens."""
+    """Convert conversations to prompt tokens, and cut them to `data.max_prompt_length`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> None:
-        """Raise ValueError if `data.apply_chat_template_kwargs` has an argument of the prompt loader, or one that the
-        template does not read."""
+        """Store tokenizer and settings.
+
+        Raises ValueError if `data.apply_chat_template_kwargs` has an argument of `FIXED_ARGUMENTS`, or one that the
+        template does not read.
+        """
         fixed = sorted(set(data.apply_chat_template_kwargs) & set(FIXED_ARGUMENTS))
         if fixed:
             raise ValueError(
@@ -62,13 +66,12 @@ class ChatTokenizer:
         self._column = f"column {data.prompt_key!r} (data.prompt_key)"
 
     def encode(self, conversations: Sequence[Any]) -> list[list[int]]:
-        """Encode all prompt tokens of each conversation, up to the place at which the policy's answer begins or goes
-        on.
+        """Return the prompt tokens of each conversation, up to the position at which the policy's response begins.
 
         Raises:
-            ValueError: a conversation is not a list of messages, cannot be continued at its end, or gives no token; or
-                it spells a special token that cannot be taken as text; or the template fails on it or leaves out some
-                of it.
+            ValueError: a conversation is not a list of messages, does not end with a message that the policy can
+                respond to or continue, or gives no token; or its text has a special token that cannot be encoded as
+                text; or the template fails on the conversation or leaves out a part of it.
         """
         if not conversations:
             return []
@@ -84,10 +87,12 @@ class ChatTokenizer:
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:
-        """Cut `ids` to `data.max_prompt_length` if longer; returns None if such prompts are filtered.
+        """Cut the prompt tokens `ids` to `data.max_prompt_length` if there are more.
+
+        Returns None for such a prompt if `data.filter_overlong_prompts` is true.
 
         Raises:
-            ValueError: the prompt is overlong and `data.truncation` is `error`.
+            ValueError: the prompt is too long and `data.truncation` is `error`.
         """
         limit = self.data.max_prompt_length
         if len(ids) <= limit:
@@ -107,7 +112,7 @@ class ChatTokenizer:
         )
 
     def _text(self, messages: Messages, spellings: Spellings) -> str:
-        """Render the prompt, with stand-ins."""
+        """Render the prompt as text. Special tokens in the messages are replaced by the stand-ins of `spellings`."""
         if (begun := begun_answer(messages)) is None:
             self._check_question(messages)
             return spellings.render(self._with_opening, messages)
@@ -129,7 +134,8 @@ class ChatTokenizer:
         return text
 
     def _check_question(self, messages: Messages) -> None:
-        """Refuse a conversation that the template ends with an answer, although its last message has another role."""
+        """Raise ValueError if the rendered prompt ends with a finished turn of the assistant, although the last message
+        has another role."""
         *before, last = messages
         if last["role"] in QUESTIONS or not before:
             return
@@ -150,12 +156,12 @@ class ChatTokenizer:
             )
 
     def _check_begun(self, before: Messages, text: str, begun: str) -> None:
-        """Refuse the beginning of an answer that the template does not write unchanged.
+        """Raise ValueError if the template changes the beginning of a response that the policy is to continue.
 
         Args:
-            before: the messages before it.
-            text: the rendered prompt, which should end with it.
-            begun: the answer so far.
+            before: the messages before the response.
+            text: the rendered prompt, which should end with `begun`.
+            begun: text of the response so far.
         """
         wanted = "give the policy a message to answer, or begin its answer in the form that the template writes"
         if not text.endswith(begun):
@@ -194,5 +200,5 @@ class ChatTokenizer:
         return str(text)
 
     def read(self, conversation: Any) -> Messages:
-        """Read the messages of a row. Raises ValueError if it has none."""
+        """Read the messages in the prompt column of a row. Raises ValueError if it does not hold messages."""
         return read_messages(conversation, self._column)

@@ -1,4 +1,5 @@
-"""Rows of prompt files to rows of the stream: checked, tokenised, answers as JSON. Unusable rows are set aside."""
+"""Convert rows of prompt files to rows of the pipeline's stream: check and tokenise them, and write ground truths as
+JSON. Unusable rows are left out and recorded in the quarantine folder."""
 
 import datetime
 import decimal
@@ -18,39 +19,47 @@ from pipeline.rows import PROMPT
 from pipeline.sampling import RowLimits
 
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
-"""Columns that depend only on the prompt; `stamp` adds the other columns."""
+"""Columns of the stream that depend only on the prompt. `stamp` adds the columns `split`, `chunk` and `iteration`."""
 
 
 class Prompt(NamedTuple):
-    """A row as read, with its visit."""
+    """A row of a prompt file as read, at one of its visits (one per epoch)."""
 
     uid: str
     epoch: int
     offset: int
+    """Number of rows before this one in the order of the epoch."""
     place: Place
     prompt_index: int
-    """Number of the row in all files, from 0; -1 for a generated row."""
+    """Number of the row over all files, from 0; -1 for a generated row."""
     values: dict[str, Any]
+    """Columns of the row."""
 
 
 class PromptEncoder:
-    """Encoder of rows of the stream, which counts the rows that it leaves out."""
+    """Convert prompts to rows of the stream, and count the prompts that are left out or cut."""
 
     def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:
-        """Store the parts; `limits` are the sampling requests that rows may make, None skips their check."""
+        """Store the parts.
+
+        Args:
+            chat: converts messages to tokens.
+            quarantine: records unusable rows.
+            limits: checks what rows request (sampling settings, agents, ground truths); None skips this check.
+        """
         self.chat = chat
         self.limits = limits
         self.prompt_key = chat.data.prompt_key
         self.quarantine = quarantine
         self.media = set(MEDIA)
-        """Columns of images, videos or sound."""
+        """Names of columns that hold images, videos or sound."""
         self.filtered_overlong = 0
-        """Prompts left out so far because they are longer than `data.max_prompt_length`."""
+        """Number of prompts left out so far because they are longer than `data.max_prompt_length`."""
         self.truncated = 0
-        """Prompts cut so far to `data.max_prompt_length`."""
+        """Number of prompts cut to `data.max_prompt_length` so far."""
 
     def __call__(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Encode the usable `prompts` as rows of `COLUMNS`, in their order.
+        """Convert `prompts` to rows with the columns `COLUMNS`, in the same order. Unusable prompts are left out.
 
         Raises:
             ValueError: more rows are bad than `data.max_bad_rows` allows.
@@ -59,7 +68,7 @@ class PromptEncoder:
         try:
             together: list[list[int]] | None = self.chat.encode(messages)
         except ValueError:
-            # One of them is bad. Each is encoded again by itself to find it.
+            # One of the prompts is unusable. Each is encoded again by itself to find it.
             together = None
         rows = []
         for number, prompt in enumerate(prompts):
@@ -95,7 +104,7 @@ class PromptEncoder:
             self.limits.check_agent(values.get("agent_name"))
             if begun_answer(messages) is not None:
                 self.limits.check_asks(values.get("agent_name"))
-            # In the form that the reward will read.
+            # The ground truth is checked in the form in which the reward function will get it.
             self.limits.truths(source, values.get("agent_name"), json.loads(truth))
         fitted = self.chat.fit(ids)
         if fitted is None:
@@ -106,20 +115,28 @@ class PromptEncoder:
 
 
 def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
-    """Parse the columns of a row that must hold a list or an object, if they are JSON text.
+    """Parse the prompt, `reward_model` and `extra_info` of a row if they are JSON text.
+
+    Args:
+        values: columns of the row as read.
+        prompt_key: column of the prompt.
 
     Raises:
-        ValueError: one of them is another text.
+        ValueError: one of these columns is text that is not JSON of a list or an object.
     """
     columns = [name for name in (prompt_key, "reward_model", "extra_info") if name in values]
     return values | {name: parsed(values[name], f"column {name!r}") for name in columns}
 
 
 def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
-    """Refuse a row, as read, with images, videos or sound: training on them is not supported.
+    """Refuse a row with images, videos or sound; training on them is not supported.
+
+    Args:
+        values: columns of the row as read.
+        media: names of columns that hold images, videos or sound.
 
     Raises:
-        ValueError: a media column has content.
+        ValueError: one of these columns has content.
     """
     for name in sorted(media):
         if plain(values.get(name)):
@@ -127,7 +144,7 @@ def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
 
 
 def data_source(values: dict[str, Any]) -> str:
-    """Return the `data_source` of a row. Raises ValueError if it has none."""
+    """Return the `data_source` of a row. Raises ValueError if it is missing or not text."""
     found = values.get("data_source")
     if not isinstance(found, str):
         what = "null" if found is None else f"{found!r:.80} instead of text"
@@ -136,7 +153,8 @@ def data_source(values: dict[str, Any]) -> str:
 
 
 def ground_truth_of(values: dict[str, Any]) -> Any:
-    """Return the ground truth of a row, as read. Raises ValueError if it has no place for one."""
+    """Return the ground truth of a row, as read. Raises ValueError if `reward_model` is not an object with the field
+    `ground_truth`."""
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]
@@ -151,7 +169,7 @@ def ground_truth_of(values: dict[str, Any]) -> Any:
 
 
 def to_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Convert rows of `COLUMNS` to Arrow."""
+    """Convert rows with the columns `COLUMNS` to an Arrow table."""
     return pa.Table.from_pylist(rows, COLUMNS)
 
 

@@ -1,8 +1,8 @@
-"""The outcomes of prompts, read back from the recorded trajectories, for samplers and generators.
+"""Read the scores of earlier prompts from the recorded trajectories, for samplers and generators that learn from them.
 
 The rows of an iteration are recorded before the trainer receives them. The prompts of iteration k depend on the
-outcomes up to iteration k - `Schedule.feedback_lag`, which are on disk by then in any case. So the speed of this
-process changes nothing, and a resumed run reads the same outcomes as the interrupted one.
+outcomes up to iteration k - `Schedule.feedback_lag`, which are always on disk by then. So the prompts do not depend on
+the speed of any process, and a resumed run reads the same outcomes as the interrupted one.
 """
 
 import json
@@ -17,10 +17,10 @@ COLUMNS = (
 
 
 class Outcome(NamedTuple):
-    """One prompt and the scores of its responses, without the responses whose reward failed."""
+    """One prompt and the scores of its responses. Responses with an error of the reward are left out."""
 
     prompt_index: int
-    """Number of the row in all training files, from 0; -1 for a generated prompt."""
+    """Number of the row over all training files, from 0; -1 for a generated prompt."""
     data_source: str
     prompt: list[dict[str, Any]]
     ground_truth: Any
@@ -28,15 +28,15 @@ class Outcome(NamedTuple):
     scores: list[float]
     """Score of each response."""
     solved: float
-    """Share of the responses that were right: the mean of `acc` if the reward gives it for one of them (a response
-    without it counts as 0), else the share of scores >= 1."""
+    """Fraction of right responses, from 0 to 1. If the reward gives a part `acc` for at least one response, the mean of
+    `acc` (0 for responses without it); else the fraction of scores that are at least 1."""
 
 
 def outcomes(run_dir: str, iteration: int) -> list[Outcome]:
-    """Read the outcomes of the prompts of an iteration, in the order of their chunks.
+    """Read the outcomes of the prompts of iteration `iteration`, in the order of its chunks.
 
     Raises:
-        FileNotFoundError: its trajectories do not exist.
+        FileNotFoundError: the trajectories of the iteration do not exist.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in read_trajectories(run_dir, iteration, columns=COLUMNS).to_pylist():

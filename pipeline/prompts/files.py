@@ -1,7 +1,7 @@
-"""Prompt files: from the value of `data.train_files` to files that are known to be usable.
+"""Find the prompt files that a setting such as `data.train_files` names, and check that they are usable.
 
-A path, folder or glob, local or in any URL that pyarrow or fsspec opens, becomes an ordered list of files. The footer
-of each is read once, in threads.
+A path, folder or glob, local or in any URL that pyarrow or fsspec opens, becomes an ordered list of files. The parquet
+footer of each file is read once, in threads.
 """
 
 import os
@@ -19,31 +19,33 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.errors import nearest, short_reason
 from pipeline.prompts.parquet import PromptFile, check_prompts, open_parquet
 
-# Pyarrow itself opens these, so that they need no further package; fsspec opens all others.
+# Pyarrow opens URLs of these schemes without a further package; fsspec opens all others.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 CONVERTIBLE = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".arrow")
-"""Endings of files that `jobs.prepare json` turns into parquet."""
+"""Endings of files that `jobs.prepare json` can convert to parquet."""
 TABLES = {"_delta_log/": "Delta Lake", r"\.hoodie/": "Hudi", r"metadata/.*\.metadata\.json": "Iceberg"}
-"""Table formats whose folders also hold files of deleted rows, by the beginning of their logs' names."""
+"""Pattern for the path of a log file, to the table format that writes it. Folders of these formats may also hold files
+with deleted rows."""
 SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(("test", "val", "valid", "validation", "dev"), "test")
-"""Words in names of files and folders that mark a split."""
+"""Words in names of files and folders that name a split, and the split."""
 FOOTER_THREADS = 16
 GCS_RETRY_SECONDS = 60
 
 File = tuple[str, pyarrow.fs.FileSystem, str]
-"""Name, filesystem and path."""
+"""(Name for messages, filesystem, path in the filesystem)."""
 
 
 def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = check_prompts) -> list[PromptFile]:
-    """Find the files as `find` does, and read their footers.
+    """Find the files in `paths`, and read and check the footer of each.
 
     Args:
         paths: a path, folder, glob or URL, or a list of them.
-        key: config key that they come from, for messages.
-        check: raises ValueError if a file lacks a column; its second argument begins the sentence.
+        key: the setting with the value `paths`, for messages.
+        check: function of a schema and of the beginning of an error text, which raises ValueError if a column is
+            missing.
 
     Raises:
-        FileNotFoundError: nothing is at a path, or a glob matches nothing.
+        FileNotFoundError: a path does not exist, or a glob matches no file.
         ValueError: a file is not parquet, has no rows, or lacks a column.
     """
     found = find(paths, key)
@@ -52,9 +54,10 @@ def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = chec
 
 
 def find(paths: Any, key: str) -> list[File]:
-    """Find the files in `paths`: entries in their order, the files of a folder or glob by name.
+    """Find the files in `paths`, without opening them.
 
-    Args and raises as `resolve`; no file is opened.
+    Entries of a list keep their order; the files of a folder or a glob are sorted by name. Arguments and errors are the
+    same as for `resolve`.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
@@ -76,7 +79,7 @@ def _opened(file: File, key: str, check: Callable[[pa.Schema, str], None]) -> Pr
 
 
 def _find(path: str, key: str) -> list[File]:
-    """Find the files that one entry names."""
+    """Find the files of one path, folder, glob or URL."""
     try:
         listing, arrow, place, root, address = _open(path)
     except (ImportError, ValueError, OSError, NotImplementedError) as error:
@@ -97,8 +100,11 @@ def _find(path: str, key: str) -> list[File]:
 
 
 def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, str, str, str]:
-    """Return the filesystem for listing, the same for reading, the path in them, and the beginning of such paths with
-    its replacement in a URL."""
+    """Open the filesystem of a path or URL.
+
+    Returns (fsspec filesystem for listing, pyarrow filesystem for reading, path in both, prefix of such paths, text
+    that replaces this prefix in a URL).
+    """
     if "://" not in path:
         return LocalFileSystem(), pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path)), "", ""
     scheme, _, rest = path.partition("://")
@@ -121,7 +127,10 @@ def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, 
 
 
 def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
-    """List the file at `place`, the files of a folder or the matches of a glob; and the reason if the list is empty."""
+    """List the file, the files of the folder or the matches of the glob `place`.
+
+    Returns (files, text for the error if there are none). `path` is the user's spelling of `place`.
+    """
     fixed = place
     if any(letter in place for letter in "*?[") and not listing.isfile(place):
         fixed = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
@@ -152,7 +161,14 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
 
 
 def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
-    """Return the reason why a folder's parquet files are not simply its rows, if so; `path` is the user's spelling."""
+    """Return an error text if it is not clear which parquet files of a folder to read: it is a table with a log, or
+    holds two splits. Else None.
+
+    Args:
+        entries: paths of all files in the folder.
+        folder: path of the folder in the filesystem.
+        path: the user's spelling of the folder.
+    """
     names = sorted(entry[len(folder) :].lstrip("/") for entry in entries)
     for log, kind in TABLES.items():
         if any(re.match(log, name) for name in names):
@@ -173,5 +189,8 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
 
 
 def _visible(file: str, folder: str) -> bool:
-    """Return False for the `_temporary` and `.cache` entries that writers leave in a folder."""
+    """Return False if a part of the path of `file` inside `folder` begins with `_` or `.`.
+
+    Writers leave such files behind, for example in `_temporary` or `.cache`.
+    """
     return not any(part.startswith(("_", ".")) for part in file[len(folder) :].split("/"))

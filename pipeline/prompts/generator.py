@@ -1,4 +1,4 @@
-"""Generated prompts: a class of the user's own makes rows during training (`data.generator`)."""
+"""Base class for user classes that make prompts during training (`data.generator`)."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ class Generator(Plugin):
     """Base class of generators. Derive from it and write `generate`, which is called before every iteration."""
 
     def generate(self, iteration: int, count: int) -> list[dict[str, Any]]:
-        """Make at most `count` rows for an iteration, in the format of the prompt files.
+        """Return at most `count` rows for an iteration, in the format of the prompt files.
 
-        Rows of the files fill up the rest. Without files it is called again for the missing rows, and a call without
-        any row ends the run.
+        If there are fewer, rows of `data.train_files` fill up the iteration. Without files, this method is called again
+        for the missing rows, and an empty list ends the run.
 
         Args:
             iteration: number of the iteration, from 1.
-            count: prompts that the iteration still lacks.
+            count: number of prompts that the iteration still lacks.
         """
         raise NotImplementedError
 
@@ -30,8 +30,10 @@ def generator_class(name: str) -> type[Generator]:
 
 
 def make_generator(data: DataConfig, seed: int) -> Generator | None:
-    """Make the generator of `data.generator`, with `data.generator_kwargs`; None without. Raises ValueError if the
-    class does not exist, or does not take the arguments."""
+    """Construct the class `data.generator` with `data.generator_kwargs`; None if the setting is null.
+
+    Raises ValueError if the class does not exist, or does not take the arguments.
+    """
     if data.generator is None:
         return None
     return make("data.generator", generator_class(data.generator), data, seed, data.generator_kwargs)

@@ -1,10 +1,11 @@
-"""The training prompts of one iteration after the other, or the prompts of validation files.
+"""Load the training prompts of one iteration after the other, or the prompts of validation files.
 
-1. Prompts of `data.generator` come first. Prompts of the files fill up the iteration.
-2. Rows of the files are in one endless order (`shuffle.py`), or in one per data source if the sampler gives shares. The
-   sampler then decides on each row whether it is taken (`sampler.py`).
-3. Prompts run across epoch borders: none is lost to an incomplete batch, except at the very end of the run.
-4. `cursor` holds all that the next iteration depends on: a run that continues from it makes the same prompts.
+1. An iteration begins with the prompts of `data.generator`. Prompts of the files fill it up.
+2. Rows of the files are in one endless order (`shuffle.py`), or in one order per data source if the sampler gives
+   shares. For each row, the sampler then decides whether to take it (`sampler.py`).
+3. An iteration may span the border of two epochs, so incomplete batches are only dropped at the very end of the run.
+4. `cursor` holds the whole state that the next iteration depends on: a run that continues from it makes the same
+   prompts.
 """
 
 import itertools
@@ -28,13 +29,13 @@ from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
 UNREAD = "ability"
-"""Column of verl's format without a use."""
+"""Column of verl's format that Slipstream does not use."""
 MAX_CALLS = 100
-"""Largest number of calls of a generator for the prompts of one iteration."""
+"""Maximum number of calls of a generator for the prompts of one iteration."""
 
 
 class PromptLoader:
-    """A resumable, repeatable stream of prompts."""
+    """A stream of prompts that can be resumed, and is the same whenever it is repeated."""
 
     def __init__(
         self,
@@ -52,16 +53,17 @@ class PromptLoader:
         """Prepare the orders of the rows.
 
         Args:
-            files: only their column `data_source` is read here, and only if the sampler gives shares.
-            data: order and limits.
-            encoder: makes rows of the stream from the rows of the files.
+            files: the prompt files. The constructor reads only their column `data_source`, and only if the sampler
+                gives shares.
+            data: the section `data`.
+            encoder: converts rows of the files to rows of the stream.
             seed: seed of the order, together with the epoch.
-            split: `train`, or `val` for file order.
-            sampler: None takes all prompts in order.
-            generator: None without.
-            epochs: passes over the files after which the prompts end; None never ends.
+            split: `train`, or `val`, which is never shuffled.
+            sampler: decides which rows are taken; None takes all.
+            generator: makes prompts; None to use only the files.
+            epochs: number of passes over the files after which the prompts end; None: no end.
             run_dir: folder of the recorded trajectories, for samplers and generators that learn.
-            lag: iterations between a recorded one and the first that may depend on it.
+            lag: number of iterations between an iteration and the first one that may depend on its outcomes.
 
         Raises:
             ValueError: the sampler's shares do not fit the data.
@@ -69,29 +71,29 @@ class PromptLoader:
         self.files, self.data, self.encoder, self.seed, self.split = files, data, encoder, seed, split
         self.sampler, self.generator = sampler, generator
         self.passed_over = 0
-        """Number of prompts that the sampler has skipped so far."""
+        """Number of rows that the sampler has not taken so far."""
         self.generated = 0
         """Number of generated prompts in the last iteration."""
         self._limit: int = getattr(data, f"{split}_max_samples")
         rows = sum(file.rows for file in files)
         self.epoch_rows = rows if self._limit < 0 else min(rows, self._limit)
-        """Prompts per epoch by the files' row counts: exact, unless prompts are left out."""
+        """Number of rows per epoch, from the footers of the files. Fewer prompts are used if some are left out."""
         self._epochs, self._run_dir, self._lag = epochs, run_dir, lag
         plugins: dict[str, Plugin | None] = {"sampler": sampler, "generator": generator}
         self._plugins = {name: plugin for name, plugin in plugins.items() if plugin is not None}
         self.orders = self._make_orders()
-        """Orders by data source; a single one named "" for all sources together."""
+        """Order of the rows by data source; one order with the key "" if all sources are in one order."""
         self._learnt = 0
         self._seek(PromptCursor())
 
     @property
     def learns(self) -> bool:
-        """True if prompts depend on the outcomes of earlier iterations' prompts."""
+        """True if sampler or generator depend on the scores of earlier iterations."""
         return any(learns(type(plugin)) for plugin in self._plugins.values())
 
     @property
     def cursor(self) -> PromptCursor:
-        """The place and state from which `load` goes on.
+        """The current position and state, from which `load` continues.
 
         Raises:
             ValueError: JSON cannot hold the state of the sampler or the generator.
@@ -101,17 +103,20 @@ class PromptLoader:
         return PromptCursor(self._epoch, self._offset, self._places, sampler, generator, self._learnt)
 
     def load(self, cursor: PromptCursor) -> None:
-        """Go on from `cursor`."""
+        """Continue from the position and state in `cursor`."""
         self._seek(cursor)
         self._learnt = cursor.learnt
         for name, plugin in self._plugins.items():
             plugin.load_state_dict(getattr(cursor, name))
 
     def iteration(self, number: int, count: int) -> list[dict[str, Any]]:
-        """Make the prompts of iteration `number` as rows of `encode.COLUMNS`: `count`, or fewer at their end.
+        """Return the prompts of iteration `number`, as rows with the columns `encode.COLUMNS`.
+
+        There are `count` rows, or fewer if the prompts end.
 
         Raises:
-            ValueError: a prompt is not usable, a whole epoch has no usable one, or the generator's rows are invalid.
+            ValueError: there are more unusable prompts than `data.max_bad_rows`, or a whole epoch has no usable prompt,
+                or the generator's rows are invalid.
             OSError: a file or the trajectories of an earlier iteration cannot be read.
         """
         while self.learns and self._learnt < number - self._lag:
@@ -124,19 +129,21 @@ class PromptLoader:
         return rows + self._draw(count - len(rows), number, self._epochs)
 
     def epoch(self, size: int) -> Iterator[pa.Table]:
-        """Yield one pass over the files from the beginning, in tables of `size` rows; the last may be smaller.
+        """Yield one pass over the files from the beginning, in tables of `size` rows; the last table may be smaller.
 
-        Raises as `iteration`, which needs `load` afterwards.
+        This moves the position: call `load` before `iteration` is used again. Errors are the same as for `iteration`.
         """
         self._seek(PromptCursor())
         while rows := self._draw(size, 1, epochs=1):
             yield to_table(rows)
 
     def generate(self, number: int, count: int) -> list[dict[str, Any]]:
-        """Generate prompts of iteration `number`, at most `count` rows of `encode.COLUMNS`; none without a generator.
+        """Return generated prompts of iteration `number`: at most `count` rows with the columns `encode.COLUMNS`.
+
+        Empty without a generator.
 
         Raises:
-            ValueError: its rows are invalid, or too few of them can be used.
+            ValueError: rows of the generator are invalid, or too few of them can be used.
         """
         rows: list[dict[str, Any]] = []
         if self.generator is None:
@@ -156,7 +163,7 @@ class PromptLoader:
                 except ValueError as error:
                     self.encoder.quarantine.add(place, row, error)
                     continue
-                # Rows that pandas read have Arrow's nulls.
+                # Rows that come from pandas may hold nulls that Arrow added for missing fields.
                 values[self.data.prompt_key] = without_nulls(plain(values.get(self.data.prompt_key)))
                 prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, place, -1, values))
             rows += self.encoder(prompts)
@@ -169,8 +176,8 @@ class PromptLoader:
         )
 
     def counts(self) -> dict[str, int]:
-        """Return metrics: numbers of filtered, truncated, unusable and skipped prompts so far, and of generated
-        ones."""
+        """Return metrics by name: numbers of filtered, truncated, unusable and skipped prompts so far, and of prompts
+        generated for the last iteration."""
         counts = {
             "prompts/filtered_overlong": self.encoder.filtered_overlong,
             "prompts/truncated": self.encoder.truncated,
@@ -183,8 +190,8 @@ class PromptLoader:
         return counts
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences on unread columns of the files, and on parts of prompts that the chat template has left out
-        so far."""
+        """Yield sentences on columns of the files that are not read, and on parts of prompts that the chat template has
+        left out so far."""
         read = {name.partition(".")[0] for name in self._columns} | {UNREAD} | self.encoder.media
         for file in self.files:
             if unread := [name for name in file.columns if name not in read]:
@@ -200,7 +207,7 @@ class PromptLoader:
         self._walks: dict[str, Iterator[tuple[Row, dict[str, Any]]]] = {}
 
     def _draw(self, count: int, iteration: int, epochs: int | None) -> list[dict[str, Any]]:
-        """Draw the next `count` prompts of the files; fewer only at the beginning of epoch `epochs`."""
+        """Return rows for the next `count` prompts of the files; fewer if epoch `epochs` begins (counted from 0)."""
         rows: list[dict[str, Any]] = []
         prompts = self._prompts(iteration, epochs)
         last_used = self._position
@@ -218,11 +225,11 @@ class PromptLoader:
 
     @property
     def _position(self) -> int:
-        """Number of prompts, over all epochs, before the next one."""
+        """Number of rows before the next one, over all epochs."""
         return self._epoch * self.epoch_rows + self._offset
 
     def _prompts(self, iteration: int, epochs: int | None) -> Iterator[Prompt]:
-        """Yield prompts from the current place on, and move it past each one."""
+        """Yield prompts from the current position on, and move the position past each."""
         shares = self._shares(iteration)
         while self.orders and (epochs is None or self._epoch < epochs):
             if shares is not None:
@@ -243,7 +250,7 @@ class PromptLoader:
             yield Prompt(uid, epoch, offset, row.place, row.prompt_index, values)
 
     def _drawn(self, shares: dict[str, float]) -> str:
-        """Draw the data source of the next prompt."""
+        """Draw the data source of the next prompt. `shares` are probabilities by data source."""
         chance = uniform_at((self.seed, 1), self._position)
         for name, share in shares.items():
             chance -= share
@@ -253,17 +260,18 @@ class PromptLoader:
         return next(name for name in reversed(shares) if shares[name])
 
     def _walk(self, name: str, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Return the rest of an order."""
+        """Return the iterator over the rest of the order `name`; a new one from the current position if there is
+        none."""
         if name not in self._walks:
             epoch, offset = self._places.get(name, (0, 0)) if name else (self._epoch, self._offset)
             self._walks[name] = self._taken(name, epoch, offset, epochs)
         return self._walks[name]
 
     def _taken(self, name: str, epoch: int, offset: int, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Yield the rows of an order that the sampler takes, with the sampler's values.
+        """Yield (row, its columns) for the rows of the order `name` that the sampler takes, from a position on.
 
         Raises:
-            ValueError: the sampler takes no row in a whole epoch.
+            ValueError: the sampler takes no row in two epochs.
         """
         order = self.orders.get(name)
         if order is None:
@@ -292,7 +300,8 @@ class PromptLoader:
             yield row, values
 
     def _shares(self, iteration: int) -> dict[str, float] | None:
-        """Return each data source's share of an iteration, summing to 1; None if all are in one order."""
+        """Return the fraction of an iteration's prompts by data source; the sum is 1. None if all sources are in one
+        order."""
         given = self.sampler.shares(iteration) if self.sampler else None
         if given is None:
             return None
@@ -318,14 +327,14 @@ class PromptLoader:
             seed, own = [self.seed], parts
             if sources is not None:
                 seed.append(zlib.crc32(name.encode()))
-                # A row without a data source belongs to none. Any order finds it, and sets it aside.
+                # A row without a data source is in all orders, so that it is found and reported as unusable.
                 own = [unit for unit in parts if sources[unit.file][unit.part.row_group] & {name, None}]
             if own:
                 orders[name] = ShuffledDataset(self.files, own, window, seed, shuffle, columns)
         return orders
 
     def _sources(self) -> list[list[set[str | None]]]:
-        """Read the data sources in each row group of each file."""
+        """Return the set of data sources in each row group of each file, indexed by [file][row group]."""
         sources: list[list[set[str | None]]] = [[set() for _ in file.row_groups] for file in self.files]
         for file, by_row_group in zip(self.files, sources, strict=True):
             for part, columns in file.data_sources():
@@ -333,7 +342,7 @@ class PromptLoader:
         return sources
 
     def _check_shares(self, sources: list[list[set[str | None]]]) -> list[str]:
-        """Return the names of the data sources. Raises ValueError if the shares do not fit them."""
+        """Return the names of the data sources. Raises ValueError if the sampler's shares do not name exactly these."""
         found = {name for by_row_group in sources for group in by_row_group for name in group}
         names = sorted(name for name in found if name is not None)
         given = self._shares(1) or {}

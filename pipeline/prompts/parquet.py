@@ -1,4 +1,4 @@
-"""A parquet file of prompts: checked by its footer, read in batches, every row with its place.
+"""Read parquet files of prompts: check the footer, and read rows in batches with their position in the file.
 
 `pipeline/supervised` reads its files in the same way.
 """
@@ -19,15 +19,16 @@ from pipeline.conversations import may_be_messages
 from pipeline.errors import nearest, short_reason
 
 READ_BYTES = 4 << 20
-"""Bytes of one read of a column: few compared with a window of rows, many compared with a network round trip."""
+"""Number of bytes per read of a column: little compared with a window of rows, enough to outweigh a network round
+trip."""
 MEDIA = ("images", "videos", "audios")
-"""Columns of verl's format with content that a text model cannot read."""
+"""Columns of verl's format that hold images, videos or sound."""
 READ_ROWS = 4096
-"""Rows of one decoded batch."""
+"""Maximum number of rows in a decoded batch."""
 
 
 class Place(NamedTuple):
-    """The position of a row, for error messages."""
+    """The position of a row (file, row group, row), for error messages."""
 
     file: str
     row_group: int
@@ -39,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Rows `start` to `stop` (not included) of one row group."""
+    """Rows `start` to `stop` (excluded) of one row group."""
 
     row_group: int
     start: int
@@ -57,12 +58,12 @@ class PromptFile:
     name: str
     """Path or URL for messages."""
     key: str
-    """Config key that named the file, for messages."""
+    """Setting that named the file, for messages."""
     filesystem: pyarrow.fs.FileSystem
     path: str
     """Path inside `filesystem`."""
     row_groups: tuple[int, ...]
-    """Rows of each row group."""
+    """Number of rows in each row group."""
     schema: pa.Schema
 
     @property
@@ -75,21 +76,25 @@ class PromptFile:
 
     @property
     def media(self) -> list[str]:
-        """Columns of images, videos or sound."""
+        """Names of the columns that hold images, videos or sound."""
         return [field.name for field in self.schema if field.name in MEDIA or _is_media(field.type)]
 
     def place(self, row_group: int, row: int) -> Place:
-        """Return the place of row `row` of a row group."""
+        """Return the position of row `row` (counted from 0 in the row group `row_group`)."""
         return Place(self.name, row_group, self._first_rows[row_group] + row)
 
     def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
-        """Yield the rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
+        """Yield (slice, batch) for the rows of `slices` in file order. A batch has at most `READ_ROWS` rows.
 
-        Reading a slice also decodes the rows before it in its row group. Names in `columns` (`name` or `name.field`)
-        that the file lacks are skipped, and a column without fields is read whole.
+        Reading a slice also decodes the rows before it in its row group.
+
+        Args:
+            slices: the rows to read.
+            columns: `name`, or `name.field` for one field of a struct. Names that the file does not have are skipped;
+                for a column that is not a struct, `name.field` reads the whole column.
 
         Raises:
-            OSError: the file is missing or damaged, or differs from the file opened at the start.
+            OSError: the file is missing or damaged, or its row groups are not those read at the start.
         """
         row_group = min(slices).row_group
         wanted_columns = [found for name in columns if (found := self._found(name)) is not None]
@@ -115,8 +120,10 @@ class PromptFile:
             ) from error
 
     def data_sources(self) -> Iterator[tuple[Slice, pa.Table]]:
-        """Yield the columns `data_source` and, if present, `agent_name`, in batches. Raises the same errors as
-        `read`."""
+        """Yield (slice, table) with the columns `data_source` and, if present, `agent_name` of all rows, in batches.
+
+        Errors are the same as for `read`.
+        """
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source", "agent_name"]):
             # Arrow cannot group rows by string views.
@@ -126,7 +133,8 @@ class PromptFile:
             yield part, pa.table(views, names=batch.schema.names)
 
     def _found(self, name: str) -> str | None:
-        """Return the name of a column, or of a field of one, in the file; None if it is missing."""
+        """Return `name` as the file has it: the column, or `column.field` if the column is a struct; None if the column
+        is missing."""
         column = name if name in self.columns else name.partition(".")[0]
         if column not in self.columns:
             return None
@@ -149,10 +157,18 @@ class PromptFile:
 def open_parquet(
     name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, check: Callable[[pa.Schema, str], None]
 ) -> PromptFile:
-    """Open the parquet file at `path`, with a check of its footer.
+    """Open the parquet file at `path` and check its footer.
+
+    Args:
+        name: path or URL of the file, for messages.
+        filesystem: filesystem of the file.
+        path: path in `filesystem`.
+        key: setting that named the file, for messages.
+        check: function of the schema and of the beginning of an error text, which raises ValueError if a column is
+            missing.
 
     Raises:
-        ValueError: it is not parquet, has no rows, or lacks a column.
+        ValueError: the file is not parquet, has no rows, or lacks a column.
     """
     try:
         with filesystem.open_input_file(path) as handle:
@@ -175,10 +191,12 @@ def open_parquet(
 def data_sources(
     files: list[PromptFile], allow_bad: bool = False, check: Callable[[str | None], None] | None = None
 ) -> dict[str | None, list[str]]:
-    """Read the distinct `data_source` values for each `agent_name`, sorted. Only these two columns are read.
+    """Return the sorted distinct values of `data_source` for each `agent_name`. Only these two columns are read.
 
     Args:
-        check: raises ValueError for an unknown agent; with `allow_bad` such rows are skipped.
+        files: the prompt files.
+        allow_bad: True to skip rows without a `data_source` or with an unknown agent.
+        check: function of an agent's name that raises ValueError if it is unknown; None: no check.
 
     Raises:
         OSError: a file cannot be read.
@@ -209,7 +227,8 @@ def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:
 
 
 def _is_media(kind: pa.DataType) -> bool:
-    """Return whether cells of a type are images, videos or sound in the form of `datasets`, or lists of such cells."""
+    """Return True if `kind` is the type in which the package `datasets` stores images, videos or sound, or a list of
+    it."""
     if is_list(kind):
         return _is_media(kind.value_type)
     fields = {field.name: field.type for field in kind} if isinstance(kind, pa.StructType) else {}
@@ -217,10 +236,15 @@ def _is_media(kind: pa.DataType) -> bool:
 
 
 def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> None:
-    """Refuse a file without the columns of a prompt file; `prompt_key` is `data.prompt_key`.
+    """Check that a file has the columns of a prompt file.
+
+    Args:
+        schema: schema of the file.
+        where: beginning of the error text.
+        prompt_key: `data.prompt_key`.
 
     Raises:
-        ValueError: a column is missing or of another type; the sentence begins with `where`.
+        ValueError: a column is missing or has another type.
     """
     for column, remedy in (
         (prompt_key, "name the column of chat messages with data.prompt_key"),

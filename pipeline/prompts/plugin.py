@@ -1,4 +1,5 @@
-"""The common part of samplers and generators: a setting names the class, it may learn, its state is kept."""
+"""Common part of samplers and generators: classes named by a setting, which may learn from scores, and have a state
+that checkpoints keep."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ class Plugin:
     """Base class of the classes that `data.sampler` and `data.generator` name."""
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        """Store the arguments. Subclasses take `data.sampler_kwargs` or `data.generator_kwargs` as further arguments.
+        """Store the arguments. Subclasses get `data.sampler_kwargs` or `data.generator_kwargs` as further arguments.
 
         Args:
             data: the section `data`.
@@ -23,25 +24,26 @@ class Plugin:
         self.seed = seed
 
     def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """Learn from the outcomes of an iteration's prompts. Called for every iteration in turn, some late.
+        """Learn from the outcomes of the prompts of iteration `iteration`.
 
-        If no subclass overrides this method, outcomes are not read.
+        Called once for every iteration in order, `Schedule.feedback_lag` iterations later. If a class does not override
+        this method, outcomes are not read.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`, as JSON can hold it; random states included."""
+        """Return the state for `load_state_dict`, with states of random generators. It must be valid as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, or from the beginning if it is empty."""
+        """Continue from a state of `state_dict`; an empty one is the state at the beginning."""
 
 
 P = TypeVar("P", bound=Plugin)
 
 
 def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P]) -> type[P]:
-    """Import the class that the setting `key` names: one of `known`, or an import path `package.module:Class`. Raises
-    ValueError if it does not exist or is not derived from `base`."""
+    """Return the class `name`, the value of the setting `key`: one of `known`, or an import path
+    `package.module:Class`. Raises ValueError if it does not exist or is not derived from `base`."""
     entries = {known_name: Entry(known_name, known_class) for known_name, known_class in known.items()}
     found: Any = look_up(key, name, entries, Entry, ("data", "seed")).function
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -50,7 +52,10 @@ def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P])
 
 
 def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[str, Any]) -> P:
-    """Make an instance of the class of the setting `key`. Raises ValueError if these options do not fit."""
+    """Construct the class `kind`, which the setting `key` names, with the options `kwargs`.
+
+    Raises ValueError if the constructor fails.
+    """
     try:
         return kind(data, seed, **kwargs)
     # The user's class may raise anything.
@@ -61,13 +66,15 @@ def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[s
 
 
 def learns(kind: type[Plugin]) -> bool:
-    """Return whether the class uses the outcomes of prompts."""
+    """Return True if the class learns from the outcomes of prompts (it overrides `update`)."""
     return kind.update is not Plugin.update
 
 
 def state_of(key: str, plugin: Plugin) -> dict[str, Any]:
-    """Return the state of the plugin of the setting `key`, as it will be after a restart. Raises ValueError if JSON
-    cannot hold it."""
+    """Return the state of `plugin`, as it will be after it was saved and loaded as JSON.
+
+    Raises ValueError, with the setting `key`, if the state is not valid as JSON.
+    """
     state = plugin.state_dict()
     name = f"{key}: {type(plugin).__name__}.state_dict()"
     try:

@@ -1,7 +1,8 @@
-"""Rows that cannot be used: set aside in `RUN/quarantine`, and counted, up to `data.max_bad_rows`.
+"""Record rows that cannot be used in `RUN/quarantine`, and end the run if they are more than `data.max_bad_rows`.
 
-Each bad row becomes a parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON). The file's
-name is a hash of the row's place, so a row that is read again, in a later epoch or after a restart, counts once.
+Each bad row becomes a parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON). The name of
+this file is a hash of the row's position, so a row that is read again, in a later epoch or after a restart, counts
+once.
 """
 
 import hashlib
@@ -17,14 +18,15 @@ from pipeline.storage.filesystem import filesystem_of
 
 
 class Quarantine:
-    """The bad rows of a run."""
+    """Record of the rows of a run that cannot be used."""
 
     def __init__(self, limit: int, run_dir: str | None = None) -> None:
-        """Read the list of earlier bad rows.
+        """Read the names of bad rows that the run has recorded before.
 
         Args:
-            limit: largest number of bad rows; with 0 the first one ends the run.
-            run_dir: the run's folder or URL; bad rows found there count too. None writes no files.
+            limit: maximum number of bad rows; with 0 the first one ends the run.
+            run_dir: folder or URL of the run; bad rows recorded there count too. None: bad rows are counted, but not
+                written.
 
         Raises:
             OSError: the folder cannot be read.
@@ -40,11 +42,16 @@ class Quarantine:
 
     @property
     def count(self) -> int:
-        """Number of distinct rows set aside so far."""
+        """Number of distinct bad rows so far."""
         return len(self._names)
 
     def add(self, place: Place, row: Any, error: ValueError) -> None:
-        """Set aside a row, as read, because of `error`.
+        """Record a bad row.
+
+        Args:
+            place: position of the row.
+            row: content of the row, as read.
+            error: reason why the row cannot be used.
 
         Raises:
             ValueError: there are now more bad rows than `limit`.
@@ -56,7 +63,7 @@ class Quarantine:
         name = hashlib.blake2b(repr(tuple(place)).encode(), digest_size=12).hexdigest() + ".parquet"
         if name not in self._names:
             self._names.add(name)
-            # The row may be bad because it does not fit JSON.
+            # Values that JSON cannot hold may be the reason why the row is bad.
             self._write(name, {**place._asdict(), "reason": reason, "content": json.dumps(row, default=repr)})
         if self.count > self.limit:
             listed = f"they are listed in {self._folder}" if self._folder else "the run has not begun"

@@ -1,8 +1,8 @@
-"""Samplers: which training prompts are taken, and how often (`data.sampler`).
+"""Samplers decide which training prompts are taken, and how often (`data.sampler`).
 
-A sampler never sees an index of all rows. It gives the shares of the data sources in an iteration, the chance of a row
-to be taken when its turn in the order comes, or both. `PromptLoader` draws the random numbers, by seed and place, so a
-sampler whose state is restored continues exactly.
+A sampler never sees a list of all rows. It gives the share of each data source in an iteration, or the probability that
+a row is taken when its turn in the order comes, or both. `PromptLoader` draws the random numbers, which depend only on
+the seed and the position, so a sampler with restored state continues exactly.
 """
 
 import base64
@@ -17,11 +17,10 @@ from pipeline.prompts.plugin import Plugin, find_class, learns, make
 
 
 class Sampler(Plugin):
-    """The sampler that takes every prompt once per epoch, in file order or shuffled. Subclasses override its
-    methods."""
+    """Sampler that takes every prompt once per epoch, in file order or shuffled. Base class of all samplers."""
 
     def shares(self, iteration: int) -> Mapping[str, float] | None:
-        """Return the share of each data source in the prompts of an iteration; the numbers need not sum to 1.
+        """Return the weight of each data source in the prompts of an iteration; the numbers need not sum to 1.
 
         The result must name every data source of the files; 0 excludes a source. Each source is then read in its own
         endless order. None instead puts the rows of all sources into one order. A sampler must return None either in
@@ -33,14 +32,14 @@ class Sampler(Plugin):
         """Return the probability that a row is taken when its turn comes; if it is not taken, the next row follows.
 
         Args:
-            index: number of the row in all training files, from 0.
-            row: the row as in its file: prompt, data_source, reward_model, extra_info.
+            index: number of the row over all training files, from 0.
+            row: columns of the row as in its file: prompt, data_source, reward_model, extra_info.
         """
         return 1.0
 
 
 class Weighted(Sampler):
-    """The sampler that divides prompts over data sources by `data.source_weights`."""
+    """Sampler that draws the data source of each prompt with the probabilities `data.source_weights`."""
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         super().__init__(data, seed)
@@ -52,11 +51,12 @@ class Weighted(Sampler):
 
 
 class SolveRate(Sampler):
-    """The sampler that takes prompts less often if they are always or never solved.
+    """Sampler that takes prompts less often if they are always or never solved.
 
-    The chance of a row is 4 p (1 - p), and at least `least`; p is the running mean of its responses' share of right
-    ones. A group whose responses are all right or all wrong has no advantage in group-relative estimators, and p (1 -
-    p) is the variance of a right answer. A row that was not tried yet is always taken.
+    A row is taken with probability 4 p (1 - p), but at least `least`; p is the running average of the fraction of right
+    responses to this row. In group-relative estimators, a group has no advantages if all of its responses are right or
+    all are wrong, and p (1 - p) is the variance of one response being right. A row without responses so far is always
+    taken.
     """
 
     MAX_ROWS = 1 << 20
@@ -66,8 +66,8 @@ class SolveRate(Sampler):
 
         Args:
             data, seed: as in `Sampler`.
-            least: smallest chance, above 0 and at most 1, so that a row can come back.
-            decay: weight of the older mean when a row was tried again, from 0 (only the last try counts) to below 1.
+            least: minimum probability with which a row is taken, above 0 and at most 1.
+            decay: weight of the old average when a row gets new responses, from 0 (only the new ones count) to below 1.
         """
         super().__init__(data, seed)
         if not 0 < least <= 1:
@@ -85,7 +85,7 @@ class SolveRate(Sampler):
         for outcome in outcomes:
             if outcome.prompt_index < 0:
                 continue
-            # Deleted first, so that the rows are in the order of their last try.
+            # Deleted first, so that the dict is ordered by the time of the last update.
             old = self._rates.pop(outcome.prompt_index, None)
             mean = outcome.solved if old is None else self.decay * old + (1 - self.decay) * outcome.solved
             # Rounded to its stored form, so that a restored sampler has the same numbers.
@@ -114,6 +114,6 @@ def sampler_class(name: str) -> type[Sampler]:
 
 
 def make_sampler(data: DataConfig, seed: int) -> Sampler:
-    """Make the sampler of `data.sampler`, with `data.sampler_kwargs`. Raises ValueError if the class does not exist, or
+    """Construct the class `data.sampler` with `data.sampler_kwargs`. Raises ValueError if the class does not exist, or
     does not take the arguments."""
     return make("data.sampler", sampler_class(data.sampler), data, seed, data.sampler_kwargs)

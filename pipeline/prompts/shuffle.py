@@ -1,9 +1,9 @@
-"""The order of rows: endless, repeatable, planned only from row counts, read one window at a time.
+"""Shuffle the rows of prompt files: an endless and repeatable order, which is read one window at a time.
 
-The order of an epoch follows from (files, seed, epoch). Row groups are permuted and laid into windows of at most
-`window_rows` rows, and each window is permuted. A row group larger than half a window is first cut into equal slices.
-So a window always mixes several parts of the data, and memory is bounded for any layout of the files. Windows before a
-position are skipped without being read.
+The order of an epoch depends only on (row counts of the files, seed, epoch). Row groups are permuted and divided into
+windows of at most `window_rows` rows, and the rows of each window are permuted. A row group larger than half a window
+is first cut into equal slices. So a window always mixes several parts of the data, and memory is bounded for any layout
+of the files. Windows before a position are skipped without being read.
 """
 
 import bisect
@@ -20,19 +20,19 @@ from pipeline.prompts.parquet import Place, PromptFile, Slice
 
 
 class Unit(NamedTuple):
-    """Rows that are drawn together: a row group, or a slice of a large one."""
+    """Rows that are permuted together: a row group, or a slice of a large one."""
 
     file: int
-    """Number of the file."""
+    """Index of the file in the list of files."""
     part: Slice
 
 
 class Window(NamedTuple):
-    """Units that are shuffled together."""
+    """Units that are in memory together; their rows are mixed."""
 
     number: int
     start: int
-    """Offset of its first row in the epoch."""
+    """Number of rows before the window in the order of the epoch."""
     units: list[Unit]
 
     @property
@@ -41,25 +41,30 @@ class Window(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row in the order, not yet decoded."""
+    """A row, at its position in the order, not yet decoded."""
 
     epoch: int
     offset: int
-    """Rows of the epoch's order before it."""
+    """Number of rows before this one in the order of the epoch."""
     place: Place
     prompt_index: int
-    """Number of the row in all files, from 0."""
+    """Number of the row over all files, from 0."""
     encoded: pa.RecordBatch
-    """A batch with only this row."""
+    """An Arrow batch with only this row."""
 
     def values(self) -> dict[str, Any]:
-        """Decode the row as read. Raises ValueError if it cannot be decoded."""
+        """Decode the columns of the row. Raises ValueError if they cannot be decoded."""
         return next(values(self.encoded))
 
 
 def units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:
-    """List row groups in file order, up to `limit` rows (-1: all); those above half a window are cut into equal
-    slices."""
+    """List the units of `files` in file order: whole row groups, or equal slices of those larger than half a window.
+
+    Args:
+        files: the prompt files.
+        window_rows: maximum number of rows in a window.
+        limit: number of rows to use, from the first on; -1: all.
+    """
     most = max(window_rows // 2, 1)
     left = limit if limit >= 0 else sum(file.rows for file in files)
     found = []
@@ -89,11 +94,11 @@ class ShuffledDataset:
 
         Args:
             files: the files, which are opened when a window is read.
-            units: the rows in the order.
-            window_rows: largest number of rows in memory.
+            units: the rows to use.
+            window_rows: maximum number of rows in a window, and so in memory.
             seed: determines the order, together with the epoch.
             shuffle: False keeps the order of the files.
-            columns: columns to read of each row.
+            columns: names of the columns to read.
         """
         self.files, self.units, self.window_rows = files, units, window_rows
         self.shuffle, self.columns = shuffle, columns
@@ -102,8 +107,10 @@ class ShuffledDataset:
         self._first_index = [0, *itertools.accumulate(file.rows for file in files)]
 
     def walk(self, epoch: int, offset: int, epochs: int | None) -> Iterator[Row]:
-        """Yield rows from a position on, up to the beginning of epoch `epochs` (None: without end). Raises as
-        `PromptFile.read`."""
+        """Yield rows from the position (`epoch`, `offset`) on, up to the beginning of epoch `epochs` (None: no end).
+
+        Errors are the same as for `PromptFile.read`.
+        """
         for current in itertools.count(epoch):
             if epochs is not None and current >= epochs:
                 return
@@ -113,7 +120,7 @@ class ShuffledDataset:
             offset = 0
 
     def windows(self, epoch: int) -> list[Window]:
-        """Plan the windows of an epoch in order, only from row counts."""
+        """Return the windows of an epoch in order. No file is read."""
         units = self.units
         if self.shuffle:
             units = [units[i] for i in self._random(epoch).permutation(len(units))]
@@ -133,7 +140,7 @@ class ShuffledDataset:
         return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=place))
 
     def _rows(self, epoch: int, window: Window, skip: int) -> Iterator[Row]:
-        """Yield the rows of a window after the first `skip`. The window is in memory until all are taken."""
+        """Yield the rows of a window, without the first `skip`. The window is in memory until all rows are taken."""
         parts: list[tuple[int, Slice, pa.RecordBatch]] = []
         for file, own in itertools.groupby(sorted(window.units), key=lambda unit: unit.file):
             parts += [(file, *read) for read in self.files[file].read([unit.part for unit in own], self.columns)]
@@ -155,7 +162,7 @@ BLOCK = 1024
 
 
 def uniform_at(seed: tuple[int, ...], *place: int) -> float:
-    """Draw a repeatable random number from 0 up to 1."""
+    """Return the random number at the position `place` of a stream with the seed `seed`: uniform in [0, 1)."""
     *group, last = place
     return float(_uniform_block(seed, (*group, last // BLOCK))[last % BLOCK])
 

@@ -1,10 +1,10 @@
-"""The prompt stage: it gets page numbers and returns prompts.
+"""The prompt stage of the pipeline: an actor that gets numbers of pages and returns the prompts of each page.
 
-A **page** is the prompts of a few whole iterations, with the validation rows that are due between them. The validation
-rows of a version are placed before the first prompts that need that version, so that they are admitted together. One
-actor turns pages into rows in turn, and the policy store paces it: a page is made when its first iteration is about to
-be admitted, so the stage never reads far ahead of training, however large the data. The store keeps the place at which
-each iteration ends; a restarted actor and a resumed run continue there.
+A **page** consists of the prompts of one or several whole iterations, and of the validation rows that are due between
+them. The validation rows of a policy version come before the first prompts that need this version, so both are admitted
+together. The policy store sets the pace: a page is made when its first iteration is about to be admitted, so the stage
+never reads far ahead of training, however large the data. The store keeps the position at which each iteration ends; a
+restarted actor and a resumed run continue there.
 """
 
 import functools
@@ -37,12 +37,12 @@ from pipeline.store.prompt_ledger import PromptBatch
 from pipeline.store.status import TrainerState
 
 MAX_PAGES = 256
-"""Number of pages of a run: each page is a block from the start."""
+"""Maximum number of pages in a run: Ray Data creates a block per page at the start."""
 PAGE_PROMPTS = 256
-"""Size of a page in prompts, if an iteration has fewer and does not depend on earlier outcomes: making a page takes as
-long as making a chunk."""
+"""Number of prompts up to which several iterations share a page, if prompts do not depend on earlier scores: making a
+page takes as long as making a chunk."""
 LOOKAHEAD = 1
-"""Number of iterations whose prompts are made before their admission."""
+"""Number of iterations by which prompts are made before they are admitted to generation."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,20 @@ class Schedule:
     """The iterations of a run, the policy versions to validate, and the division of iterations into pages."""
 
     iterations: int
-    """Number of the last iteration."""
+    """Number of iterations of the run, which is also the number of the last one."""
     chunks_per_iteration: int
     chunk_prompts: int
     validation: bool
     val_before_train: bool
     test_freq: int
     max_staleness: int = 0
-    """`algorithm.max_staleness`: number of versions that a row may be old."""
+    """`algorithm.max_staleness`: number of versions by which a row may be older than the policy that trains on it."""
     max_num_gen_batches: int | None = None
-    """With dynamic sampling: number of prompt batches that an iteration may take. A page then consists of batches."""
+    """With dynamic sampling: maximum number of prompt batches per iteration; a page then consists of batches. None
+    without dynamic sampling."""
     page_prompts: int = 0
-    """Largest page in prompts of whole iterations, if no validation lies between them; 0 for one iteration per page."""
+    """Maximum number of prompts in a page of several iterations, if no validation lies between them; 0 for one
+    iteration per page."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -90,7 +92,7 @@ class Schedule:
 
     @property
     def pages(self) -> int:
-        """Pages of a run from the start: the pages of its iterations, and one for the last validation."""
+        """Number of pages of a run from its start: the pages of its iterations, and one for the last validation."""
         if self.max_num_gen_batches is not None:
             ahead = LOOKAHEAD + self.max_staleness
             return -(-(self.iterations * self.max_num_gen_batches + ahead) // self.page_iterations) + 1
@@ -98,21 +100,26 @@ class Schedule:
 
     @property
     def feedback_lag(self) -> int:
-        """Iterations between one whose outcomes are known and the first whose prompts may depend on it.
+        """Number of iterations between an iteration and the first one with prompts that may depend on its scores.
 
         The prompts of a page are made when the version `max_staleness + 2` iterations before its first iteration is
-        current. All iterations of a page keep that distance, even if a resumed run divides pages differently.
+        current. The lag is the same for all iterations of a page, so a resumed run may divide pages differently.
         """
         return self.max_staleness + 1 + self.page_iterations
 
     @property
     def validation_lag(self) -> int:
-        """Most iterations that may be trained past a version before its validation is recorded."""
+        """Maximum number of iterations that may be trained after a policy version before its validation is recorded."""
         # Batches are made one page ahead, and validation rows are between pages.
         return self.max_staleness + (self.max_num_gen_batches is not None)
 
     def validates(self, version: int, last: bool) -> bool:
-        """Return whether policy `version` is validated; the last one always is."""
+        """Return True if policy version `version` is validated.
+
+        Args:
+            version: number of the version; 0 is the initial policy.
+            last: True if this is the last version of the run, which is always validated.
+        """
         if not self.validation:
             return False
         if version == 0:
@@ -120,8 +127,12 @@ class Schedule:
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
 
     def reached(self, base: int, done: int) -> int:
-        """Return the version that the prompts after `done` iterations of an attempt need, if the attempt began with
-        version `base`; `base - 1` before the first iteration."""
+        """Return the oldest policy version that may generate the prompts after `done` iterations of an attempt.
+
+        Args:
+            base: version with which the attempt (a start or a resume of the run) began.
+            done: number of iterations of the attempt before these prompts; -1 returns `base - 1`.
+        """
         return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
 
 
@@ -134,14 +145,14 @@ def loaders(
     epochs: int | None = None,
     lag: int = 1,
 ) -> tuple[PromptLoader, PromptLoader | None]:
-    """Make the loader of training prompts and, if there are validation files, the loader of validation prompts.
+    """Return (loader of training prompts, loader of validation prompts); the second is None without validation files.
 
     Args:
-        data: the files, and how they are read.
-        model: its tokenizer is used.
-        limits: the result of `sampling.row_limits`.
+        data: the section `data`.
+        model: the section `model`; its tokenizer is used.
+        limits: what rows may request, by split: the result of `sampling.row_limits`.
         seed: `trainer.seed`.
-        run_dir: folder of the run, for unusable rows and recorded trajectories; None only counts unusable rows.
+        run_dir: folder of the run, for unusable rows and recorded trajectories; None: unusable rows are only counted.
         epochs, lag: as in `PromptLoader`.
 
     Raises:
@@ -160,15 +171,16 @@ def loaders(
 
 
 class Prompts:
-    """The one actor of the prompt stage.
+    """Make the prompts of a run, page by page. The prompt stage has one actor, of this class.
 
-    Without dynamic sampling a page is `Schedule.page_iterations` iterations. With it, the number of prompts of an
-    iteration is known only when the iteration is full. A page is then that many **batches** of prompts, each as large
-    as an iteration. The stage repeats the data as often as needed, and ends when the last iteration is trained. Engines
-    generate no surplus prompts (`PolicyStore.admit`).
+    Without dynamic sampling, a page has `Schedule.page_iterations` iterations. With dynamic sampling, the number of
+    prompts of an iteration is known only when the iteration is full. A page then has `Schedule.page_iterations`
+    **batches** of prompts, each as large as an iteration. The stage repeats the data as often as needed, and ends when
+    the last iteration is trained. Engines generate no surplus prompts (`PolicyStore.admit`).
 
-    With dynamic sampling the validation rows of a version precede the first page that is made at that version. The
-    version stays current until they are recorded, and generates at least one batch, so such a page exists.
+    With dynamic sampling, the validation rows of a version come before the first page that is made while that version
+    is current. The version stays current until these rows are recorded, and generates at least one batch, so such a
+    page exists.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class Prompts:
         """Load the prompts.
 
         Raises:
-            ValueError: as in `loaders`; or, with dynamic sampling, a sampler or generator learns from iterations.
+            ValueError: `loaders` raises it; or a sampler or generator learns from scores, with dynamic sampling.
         """
         self._schedule, self._store, self._deadlines = schedule, store, trainer.deadlines
         self._endless = schedule.max_num_gen_batches is not None
@@ -200,17 +212,17 @@ class Prompts:
         self._last: int | None = None
         """The last policy version that generates rows, once the prompts have ended."""
         self._made: list[PromptBatch] = []
-        """Batches that have not been reported to the store."""
+        """Batches that were made but are not yet reported to the policy store."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Make the rows of one page; none once the data or the iterations are used up."""
+        """Return the rows of the page with the number in column `id`; no rows after the end of data or iterations."""
         page = table["id"][0].as_py()
         trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
         made = self._batches(page, trainer) if self._endless else self._iterations(page, trainer)
         return pa.concat_tables([PROMPT.empty_table(), *made])
 
     def _iterations(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """Make a page of iterations."""
+        """Yield the rows of page `page`, without dynamic sampling."""
         schedule, base = self._schedule, trainer.version
         before = page * schedule.page_iterations  # iterations of this attempt before the page
         # A restarted actor may make the page in which the prompts ended again, so the version matters.
@@ -227,8 +239,14 @@ class Prompts:
         self._report()
 
     def _iteration(self, version: int, done: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """Make the rows of iteration `version + 1`, `done` iterations into this attempt, after the validations of the
-        versions that they are the first to need; at the end of the prompts, all remaining validations."""
+        """Yield the rows of iteration `version + 1`, and before them the validation rows of the versions that this
+        iteration is the first to need. If the prompts have ended, yield all remaining validation rows.
+
+        Args:
+            version: policy version before the iteration.
+            done: number of iterations of this attempt before it.
+            trainer: state of the trainer at the start of the attempt.
+        """
         schedule, base = self._schedule, trainer.version
         if self._past_end(version):
             return
@@ -248,7 +266,7 @@ class Prompts:
         self._made.append(PromptBatch(done + 1, self._cursor(version + 2), self._loader.counts(), version + 1))
 
     def _batches(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
-        """Make a page of batches; none once the last iteration is trained."""
+        """Yield the rows of page `page`, with dynamic sampling; no rows after the last iteration is trained."""
         schedule = self._schedule
         first = page * schedule.page_iterations
         # The last chunk of the first batch: validation rows of a version follow the pages made before it, and none of
@@ -276,18 +294,24 @@ class Prompts:
             yield from self._chunks(rows, batch, None)
 
     def _chunks(self, rows: list[dict[str, Any]], batch: int, iteration: int | None) -> Iterator[pa.Table]:
-        """Cut a batch of the attempt into chunks."""
+        """Yield the chunks of a batch, with the columns split, chunk and iteration.
+
+        Args:
+            rows: prompts of the batch.
+            batch: number of the batch in this attempt, from 0.
+            iteration: number of the iteration; None if not known yet.
+        """
         chunks, size = self._schedule.chunks_per_iteration, self._schedule.chunk_prompts
         for chunk in range(chunks):
             prompts = to_table(rows[chunk * size : (chunk + 1) * size])
             yield stamp(prompts, "train", batch * chunks + chunk, iteration)
 
     def _cursor(self, number: int) -> PromptCursor:
-        """Return the cursor at the beginning of the run's batch `number`, which comes next."""
+        """Return the loader's current position as the beginning of batch `number` of the run."""
         return replace(self._loader.cursor, batch=number)
 
     def _report(self) -> None:
-        """Report the new batches to the store."""
+        """Report the batches in `_made` to the policy store."""
         if self._made:
             self._store.call(PolicyStore.report_prompts, self._made)
             self._made = []

@@ -1,4 +1,4 @@
-"""Checks of the reward before engines start: each data source has one, and it can be called."""
+"""Check the reward before engines start: each data source has a reward, and a call of it works."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -18,9 +18,9 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 from pipeline.reward.stage import INPUTS, Reward
 
 RESPONSE = "The answer is 42.\n```python\nprint(42)\n```"
-"""The made-up response that is scored. It need not be right."""
+"""Made-up response that is scored in the check. It need not be right."""
 ROWS = 4  # rows of each data source
-# Validation rows are not shaped, so they need no tokens. An earlier stage adds the reward model's number.
+# Scores of validation rows are not shaped, so no tokens are needed. The columns `rm_*` stand for the reward model.
 MADE_UP = {"response": RESPONSE, "split": "val", "rm_score": 0.0, "rm_error": None}
 TEXTS = (*INPUTS, "agent_name", "split", "rm_error")
 TRIED = pa.schema([*((name, pa.string()) for name in TEXTS), ("rm_score", pa.float32())])
@@ -30,24 +30,26 @@ EPISODE = pa.schema([rows.SCHEMA.field(name) for name in ("messages", "turns", "
 
 
 class Tried(NamedTuple):
-    """The result of a made-up response."""
+    """Result of scoring a made-up response to prompts of one data source."""
 
     score: float | None
-    """Score for the first prompt; None if its reward failed."""
+    """Score for the first prompt; None if the reward failed there."""
     acc: bool | None
-    """True if the reward has the part `acc`; None if a function of the user may give it for other responses."""
+    """True if the reward has the part `acc`; None if it does not, but the user's function may give `acc` for other
+    responses."""
 
 
 def check_names(config: RewardConfig, training: Collection[str], others: Collection[str] = ()) -> None:
-    """Check that each data source named in the section `reward` occurs in the prompts.
+    """Check that each data source that a setting of `reward` names occurs in the prompts.
 
     Args:
         config: the section `reward`.
-        training: the values of `data_source` in the training rows. Only their scores are shaped.
-        others: the values in the validation rows.
+        training: the values of `data_source` in training rows.
+        others: the values of `data_source` in validation rows. They count for `reward.rule_kwargs` only, since other
+            settings act on training rows.
 
     Raises:
-        ValueError: a setting names another data source, so it would do nothing.
+        ValueError: a setting names a data source that does not occur, so it would do nothing.
     """
     places: tuple[tuple[str, Mapping[str, Any], Collection[str]], ...] = (
         ("reward.source_scale", config.source_scale, training),
@@ -71,10 +73,10 @@ def check_names(config: RewardConfig, training: Collection[str], others: Collect
 def check_sources(
     sources: Mapping[str | None, Iterable[str]], config: RewardConfig, agent: AgentConfig = NO_EPISODES
 ) -> None:
-    """Check that each of the prompts' `data_source` values has a rule, if rules are called.
+    """Check that a built-in rule exists for each `data_source` of the prompts, if rules score them.
 
     Args:
-        sources: the values, by the `agent_name` of their rows.
+        sources: the values of `data_source`, by the `agent_name` of their rows.
         config, agent: the sections `reward` and `agent`.
 
     Raises:
@@ -93,20 +95,20 @@ def dry_call(
     parts: Mapping[str, Collection[str]] = {},
     agent: AgentConfig = NO_EPISODES,
 ) -> dict[str, Tried]:
-    """Score a made-up response to the first prompts of each data source, as the run would score responses.
+    """Score a made-up response to the first prompts of each data source, in the same way as the run scores responses.
 
     Args:
         prompts: tables with the columns `READ`; rows without `agent_name` belong to the section `agent`.
         config: the section `reward`.
-        parts: the required parts of the reward, by the setting that names them.
-        agent: the section `agent`. The response is then an episode of one turn, whose environment rewards nothing.
+        parts: setting to the names of the parts that the reward must have for this setting.
+        agent: the section `agent`. If it is used, the response is an episode of one turn with a reward of 0.
 
     Returns:
-        The result for each data source. Prompts of agents whose environment gives the score are left out.
+        The result by data source. Prompts with a score that comes from an environment are left out.
 
     Raises:
-        ValueError: a function of the user cannot be loaded, or the reward fails for all prompts of a data source or
-            gives none of them one of `parts`. The sentence names the data source and the first reason.
+        ValueError: a function of the user cannot be loaded; or, for a data source, the reward fails for all prompts or
+            one of `parts` is missing for all of them. The text names the data source and the first reason.
     """
     by_source: dict[str, list[dict[str, Any]]] = {}
     agents = agent.agents()
@@ -153,6 +155,6 @@ def dry_call(
 
 
 def _episode(prompt: str) -> dict[str, Any]:
-    """Return the columns `EPISODE` of a row whose only answer is `RESPONSE`."""
+    """Return the columns `EPISODE` of a row with the only turn `RESPONSE`. `prompt` is JSON."""
     messages = answered(json.loads(prompt), RESPONSE)
     return {"messages": json.dumps(messages), "turns": 1, "env_score": 0.0, "env_parts": "{}", "env_error": None}

@@ -1,6 +1,6 @@
-"""The functions that score a row: the rule of its `data_source`, a function of the user, or several with weights.
+"""Functions that score a row: the built-in rule for its `data_source`, a function of the user, or several with weights.
 
-Only `load` imports user code, and only in reward workers (`program.py`).
+User code is imported only by `load`, and only in reward workers (`program.py`).
 """
 
 import dataclasses
@@ -19,34 +19,36 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 EPISODE_KEYWORDS = ("messages", "turns")
-"""Columns of episodes that a function gets if its parameters name them: the conversation as a list of messages `{role,
-content}`, and the number of answers. Batch functions get a list of each."""
+"""Columns of episodes that a function gets if it has parameters of these names: the conversation as a list of messages
+`{role, content}`, and the number of turns. Batch functions get a list of each."""
 TABLE = "table"  # parameter of a batch function that takes the rows as one Arrow table
 
-ONLY = ""  # name of a function without others
+ONLY = ""  # name of the function if there is only one
 
-SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need beyond its limit, to start and to end
+SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need in addition to its time limit, to start and to end
 
 
 @dataclass(frozen=True)
 class Function:
-    """A rule or a function of the user, as the settings describe it."""
+    """A function that scores rows, as the settings describe it: a function of the user, or the built-in rules."""
 
     name: str
-    """The name under `reward.functions`; `ONLY` without that section."""
+    """Name in `reward.functions`; `ONLY` if that section is empty."""
     key: str
-    """The key that errors name."""
+    """Setting that errors name."""
     timeout_s: float
+    """Time limit of one call, in seconds."""
     path: str | None = None
-    """File or module of the function; None is the rule of the row's `data_source`."""
+    """File or module of the function; None: the built-in rule for the row's `data_source`."""
     attribute: str = "compute_score"
+    """Name of the function in its module."""
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: float = 1.0
     batch: bool = False
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """List the functions that score rows, in the order of `reward.functions`; none if only a reward model scores."""
+    """Return the functions that score rows, in the order of `reward.functions`; empty if only a reward model scores."""
     made = []
     for name, settings in config.functions.items():
         one = FunctionConfig(**settings)
@@ -61,8 +63,10 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
 
 
 def limit_of(function: Function, data_source: str, config: RewardConfig) -> float:
-    """Return the time limit (s) of a call of `function` for a row of `data_source`; the sandbox has limits of its
-    own."""
+    """Return the time limit, in seconds, of a call of `function` for a row of `data_source`.
+
+    Rows that the sandbox scores have the sandbox's time limit.
+    """
     if function.path is not None or data_source not in DATA_SOURCES:
         return function.timeout_s
     sandbox = config.sandbox
@@ -70,22 +74,23 @@ def limit_of(function: Function, data_source: str, config: RewardConfig) -> floa
 
 
 def budget_for(function: Function, data_source: str) -> Budget | None:
-    """Return the budget of the rule that `function` calls for a row of `data_source`, if it has one."""
+    """Return the CPU budget of the rule that scores a row of `data_source`; None for rules without a budget and for
+    functions of the user."""
     if function.path is not None or data_source in DATA_SOURCES:
         return None
     try:
         return budget_of(rule_of(data_source))
     except ValueError:
-        # The row's error reports the missing rule.
+        # There is not a rule for this data source. The row's own error reports that.
         return None
 
 
 def load(function: Function) -> Callable[..., Any]:
-    """Load the user's function.
+    """Import the user's function.
 
     Raises:
-        ValueError: the file or module is missing or fails to load, has no such function, or the function does not take
-            verl's keyword arguments and the configured ones. The sentence names the key to set.
+        ValueError: the file or module is missing or fails to load, does not have the function, or the function does not
+            take verl's keyword arguments and the configured ones. The text names the setting to change.
     """
     key = function.key
     kwargs_key = f"{key}.reward_kwargs" if function.name == ONLY else f"{key}.kwargs"
@@ -121,14 +126,19 @@ def load(function: Function) -> Callable[..., Any]:
 
 
 def keywords_of(function: Callable[..., Any], batch: bool) -> tuple[str, ...]:
-    """Return the names of the arguments that the rows fill."""
+    """Return the names of the keyword arguments with which `function` gets columns of rows.
+
+    Args:
+        function: the loaded function.
+        batch: True if the function gets all rows of a chunk in one call.
+    """
     if not batch:
         return KEYWORDS
     return (TABLE,) if TABLE in inspect.signature(function).parameters else BATCH_KEYWORDS
 
 
 def episode_keywords(loaded: Callable[..., Any], function: Function) -> tuple[str, ...]:
-    """Return the `EPISODE_KEYWORDS` that the loaded function has as parameters and its settings do not fill."""
+    """Return the names in `EPISODE_KEYWORDS` that are parameters of `loaded` and not set by `function.kwargs`."""
     named = inspect.signature(loaded).parameters
     return tuple(name for name in EPISODE_KEYWORDS if name in named and name not in function.kwargs)
 

@@ -1,11 +1,11 @@
-"""A reward function with a language model as judge, on any server with OpenAI's chat API.
+"""Reward function that lets a language model judge responses, on any server with OpenAI's chat API.
 
     reward.custom_reward_function.path=pipeline.reward.judge
     'reward.custom_reward_function.reward_kwargs={base_url: "http://host:8000/v1", model: my-judge}'
 
 If the judge cannot be reached, or replies without a score, the row has an error, not a score of 0. A response may try
-to make the judge repeat a score. So a number outside the bounds, or different numbers, unless the last one ends the
-reply on its own line, count as the lowest score.
+to make the judge repeat a score. So the lowest score counts if the number is out of bounds, or if the reply has several
+different numbers and the last one is not on a final line of its own.
 """
 
 import functools
@@ -35,13 +35,13 @@ sentences, then end with one line of the form "Score: N"."""
 
 PARSE = r"(?i)\bscore\*{0,3}\s{0,9}[:=]\s{0,9}\*{0,3}\s{0,9}(-?\d+(?:\.\d+)?)"
 BOUNDS = (0.0, 10.0)
-"""Lowest and highest number that `PROMPT` allows."""
+"""Lowest and highest score that `PROMPT` allows."""
 MAX_REPLY = 20_000  # characters of a reply that are searched, from its end
 MAX_KEPT = 2_000  # characters of a reply that are recorded, from its end
 
 _BEFORE = re.compile(r"\W*+(?:(?i:final|overall)\W*+)?")
 _AFTER = re.compile(r"[^\w/]*+(?:/\s?\d+[^\w/]*+)?")
-"""Text that may surround the score in the last line of a reply."""
+"""Patterns for text before and after the score in the last line of a reply."""
 _FIELD = re.compile(r"\{(data_source|response|ground_truth|extra_info(?:\.(\w+))?)\}")
 
 
@@ -63,21 +63,25 @@ async def compute_score(
     temperature: float = 0.0,
     max_tokens: int = 1024,
 ) -> dict[str, Any]:
-    """Return the judge's number for one response, times `scale`.
+    """Score one response by a judge. Returns `score` (the judge's number times `scale`) and parts named `judge*`.
 
     Args:
-        base_url: address of the server, up to and with `/v1`.
-        model: the judge's name there.
-        prompt: the request to the judge, filled in by `fill`.
-        parse: regular expression with one group, which holds the number.
-        bounds: lowest and highest number that the prompt allows; a prompt of your own needs them.
-        api_key_env: environment variable with the key of the service.
-        timeout: seconds of one attempt; `reward.timeout_s` bounds all of them together.
-        max_retries: attempts after a failed one (busy, unreachable, too slow), with growing pauses between them.
+        data_source, solution_str, ground_truth, extra_info: columns of the row.
+        base_url: URL of the server, up to and with `/v1`.
+        model: name of the judge on the server.
+        prompt: text of the request, with the placeholders of `fill`.
+        parse: regular expression for the score in the reply, with one group for the number.
+        bounds: lowest and highest number that the prompt allows; needed with a prompt of your own.
+        scale: factor from the judge's number to the score.
+        api_key_env: environment variable that holds the key of the service.
+        timeout: time limit of one attempt, in seconds; `reward.timeout_s` limits all attempts together.
+        max_retries: number of further attempts (busy, unreachable, too slow), with growing pauses between them.
+        temperature: sampling temperature of the judge.
+        max_tokens: maximum number of tokens in the reply.
 
     Raises:
-        ValueError: a setting does not fit, the prompt names a key that extra_info lacks, or the reply has no score.
-        openai.OpenAIError: the service failed, retries included.
+        ValueError: a setting does not fit, the prompt names a key that is not in extra_info, or the reply has no score.
+        openai.OpenAIError: the service failed in all attempts.
     """
     pattern = re.compile(parse)
     if pattern.groups != 1:
@@ -101,13 +105,13 @@ async def compute_score(
 
 
 def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
-    """Read the number in a judge's reply; None for different numbers, unless the last one ends the reply on its own
-    line.
+    """Return the score in a judge's reply.
 
-    A reply that quotes the response may hold scores that the response suggested.
+    If the reply has several different scores, the last one is returned if it is on a final line of its own, else None:
+    a reply that quotes the response may hold scores that the response suggested.
 
     Raises:
-        ValueError: the reply holds no score, or a score that is not a number.
+        ValueError: the reply has no score, or a score that is not a number.
     """
     matches = list(pattern.finditer(reply))
     if not matches:
@@ -122,12 +126,13 @@ def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
 
 
 def fill(prompt: str, values: dict[str, str], extra_info: dict[str, Any]) -> str:
-    """Fill `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and `{extra_info.KEY}` into `prompt`.
+    """Replace the placeholders `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and `{extra_info.KEY}`
+    in `prompt`.
 
-    Other braces, and braces in the values, are text.
+    Other braces, and braces in the values, are kept as text.
 
     Raises:
-        ValueError: the row has no such KEY.
+        ValueError: `extra_info` does not have a KEY that the prompt names.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -148,7 +153,7 @@ def _text(value: Any) -> str:
 
 @functools.cache
 def _client(base_url: str, api_key_env: str | None, timeout: float, max_retries: int) -> AsyncOpenAI:
-    """Return this process's client, which keeps its connections open."""
+    """Return the client of this process, which is cached, so that connections stay open."""
     key = "none" if api_key_env is None else os.environ.get(api_key_env)
     if not key:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""The reward workers of this process: the assignment of calls to workers, and the end of calls that hang.
+"""Pool of the reward workers of this process: gives calls to workers, and ends calls that hang.
 
     reward stage ─► pool ─► worker (plain functions, one call at a time)
                        ├──► worker (another one, when the first is stuck)
                        └──► worker (`async def` functions, all calls at once)
 
 A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks. One
-thread sends calls, reads answers, checks deadlines and memory every `TICK_S`, and starts and ends workers.
+thread sends calls, reads results, checks deadlines and memory every `TICK_S` seconds, and starts and ends workers.
 """
 
 import atexit
@@ -28,23 +28,19 @@ from pipeline.reward.result import Answer, answer_from, failed
 from pipeline.reward.worker import RewardCall, RewardWorker, WorkerLost
 
 TICK_S = 0.05
-START_S = 120.0  # seconds in which a worker must have loaded the functions
-LAG_S = 2.0  # seconds after its limit in which an `async def` function must have been ended by its own event loop
+START_S = 120.0  # time limit for a worker to load the functions, in seconds
+LAG_S = 2.0  # seconds after its time limit in which the worker's event loop must have ended an `async def` function
 GRACE_S = 1.0  # seconds without a free worker after which more are started; less if the limit of a call is short
-AHEAD_S = 0.02  # seconds of work with cheap rules that a worker is given at once, judged by the rows before
-MAX_AHEAD = 64  # rows of cheap rules that a worker is given at once
+AHEAD_S = 0.02  # a worker gets rows of cheap rules for this many seconds at once, estimated from earlier rows
+MAX_AHEAD = 64  # maximum number of rows of cheap rules that a worker gets at once
 IDLE_S = 60.0
-"""Seconds without need of all workers for plain functions after which free ones are closed; one always stays."""
+"""Seconds after which idle workers for plain functions are closed, if not all workers were needed; one is kept."""
 
 CLOSED = "reward: the pool of reward workers was closed"
 
 
 class Pool:
-    """The workers of this process for one `reward` section; `run` may be called from several threads.
-
-    Raises:
-        ValueError: as `functions`.
-    """
+    """The reward workers of this process for one section `reward`. `run` may be called from several threads."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -57,10 +53,10 @@ class Pool:
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a worker has loaded them."""
         self._shared: RewardWorker | None = None  # the worker that calls `async def` functions
-        self._ahead = 1  # rows of cheap rules that a worker is given at once
-        self._free_at = 0.0  # when a worker was last free, or nothing waited
-        self._needed_at = 0.0  # when all workers for plain functions last had something to do
-        self._lock = threading.Lock()  # guards the two below; everything above belongs to the thread
+        self._ahead = 1  # number of rows of cheap rules that a worker gets at once
+        self._free_at = 0.0  # time at which a worker was last free, or no call waited
+        self._needed_at = 0.0  # time at which all workers for plain functions were last busy
+        self._lock = threading.Lock()  # guards `_new` and `_closed`; only the thread uses the attributes above
         self._new: list[RewardCall] = []
         self._closed = False
         self._wake, self._woken = socket.socketpair()
@@ -68,10 +64,10 @@ class Pool:
         self._thread.start()
 
     def run(self, calls: Sequence[RewardCall]) -> list[list[Answer]]:
-        """Make the calls, and return the answers for the rows of each.
+        """Make the calls and wait for them. Returns, for each call, one result per row.
 
         Raises:
-            ValueError: the functions cannot be loaded; the sentence names the setting and the reason.
+            ValueError: the functions cannot be loaded; the text names the setting and the reason.
             RuntimeError: the pool was closed.
         """
         with self._lock:
@@ -103,7 +99,7 @@ class Pool:
         self._woken.close()
 
     def _end_all(self, error: Exception) -> None:
-        """End all workers, and let every call fail."""
+        """End all workers, and let every waiting or running call raise `error`."""
         with self._lock:
             calls, self._new = self._new, []
         for queue in self._waiting.values():
@@ -121,7 +117,7 @@ class Pool:
             call.answers.set_exception(error)
 
     def _step(self) -> None:
-        """Take in new calls, serve every worker once, and wait until something happens."""
+        """Queue new calls, serve every worker once, and wait until a result, a new call or the next check is due."""
         now = time.monotonic()
         with self._lock:
             new, self._new = self._new, []
@@ -141,17 +137,17 @@ class Pool:
             self._woken.recv(4096)
 
     def _attend(self, worker: RewardWorker) -> None:
-        """Read a worker's answers and give it the calls that it can begin.
+        """Read a worker's results, check its memory and deadlines, and give it waiting calls.
 
         Raises:
-            WorkerLost: the worker ended, or has to be ended.
-            ValueError: it cannot load the functions.
+            WorkerLost: the worker ended, or must be ended.
+            ValueError: the worker cannot load the functions.
         """
         loading = worker.loading
         for call, answers in worker.receive():
             self._finish(worker, call, answers, time.monotonic())
         now = time.monotonic()
-        # Answers are read first, so the row in progress is the one that fills the memory or is late.
+        # Results are read first, so only the row in progress can be the one that fills the memory or exceeds its time.
         worker.check_memory(now)
         late = next((call for call in worker.calls.values() if call.deadline < now), None)
         if late is not None:
@@ -172,8 +168,8 @@ class Pool:
             worker.begin({next(self._ids): call for call in calls})
 
     def _take(self, worker: RewardWorker, now: float) -> list[RewardCall]:
-        """Take the waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared
-        worker."""
+        """Remove from the queues the calls that a worker can begin: one call, or several calls of cheap rules, or all
+        calls of `async def` functions if it is the shared worker."""
         if worker.calls and worker is not self._shared:
             return []
         if self._shared is None and any(self._waiting[name] for name in self._asynchronous):
@@ -190,7 +186,7 @@ class Pool:
                 call = queue.popleft()
                 calls.append(call)
                 if shared or first:
-                    # The others get their deadlines as soon as the rows before them are answered.
+                    # The other calls get their deadlines when the rows before them are done.
                     call.deadline = now + call.limit_s + (LAG_S if shared else 0.0)
                 if not call.by_rule:
                     self._limit.begin(now)
@@ -200,7 +196,7 @@ class Pool:
         return call.by_rule or self._limit.may_begin(now)
 
     def _finish(self, worker: RewardWorker, call: RewardCall, answers: list[Answer], now: float) -> None:
-        """Handle a worker's answers to a call."""
+        """Set the results of a call, and the deadline of the worker's next call."""
         self._set(call, answers)
         following = next(iter(worker.calls.values()), None)
         if following is None or worker is self._shared:
@@ -217,7 +213,7 @@ class Pool:
         call.answers.set_result(answers)
 
     def _resize(self) -> None:
-        """Start workers if calls wait and none has become free for a while; close unneeded workers."""
+        """Start workers if calls wait and no worker has become free for a while; close workers that are not needed."""
         now = time.monotonic()
         plain = [worker for worker in self._workers if worker is not self._shared]
         busy = all(worker.calls for worker in plain)
@@ -240,9 +236,9 @@ class Pool:
                 worker.kill()
 
     def _drop(self, worker: RewardWorker, lost: WorkerLost) -> None:
-        """Remove a worker: answer the calls that it had begun, and put its later calls back.
+        """Kill and remove a worker. Calls that it had begun get an error; its other calls are queued again.
 
-        The answer is an error, or a wrong answer if the rule has spent its budget.
+        If the rule has exceeded its CPU budget or the memory limit, the call gets the rule's wrong result instead.
 
         Raises:
             ValueError: the worker was lost while it loaded the functions.
@@ -255,7 +251,7 @@ class Pool:
             raise ValueError(f"the reward functions were not loaded: {lost}{worker.last_line()}")
         for call in reversed(worker.calls.values()):
             if call.deadline == math.inf:
-                # More of these may hang, one after the other in one worker.
+                # Several of these calls may hang, so each gets a worker of its own.
                 call.alone = True
                 self._waiting[call.function.name].appendleft(call)
                 continue
@@ -264,16 +260,12 @@ class Pool:
             self._set(call, [answer] * len(call.rows))
 
 
-_POOLS: dict[str, Pool] = {}  # the one pool of this process, by its settings
+_POOLS: dict[str, Pool] = {}  # holds at most one pool; the key is the JSON of its settings
 _LOCK = threading.RLock()
 
 
 def pool_for(config: RewardConfig) -> Pool:
-    """Return this process's pool for these settings; a pool for other settings is closed.
-
-    Raises:
-        ValueError: as `functions`.
-    """
+    """Return the pool of this process for the settings `config`. A pool with other settings is closed."""
     key = json.dumps(dataclasses.asdict(config))
     with _LOCK:
         if key not in _POOLS:

@@ -1,13 +1,13 @@
-"""The program of a reward worker: it loads the reward functions and calls them until its pool closes the connection.
+"""The program of a reward worker: it loads the reward functions and calls them until the pool closes the connection.
 
-1. The pool sends its settings and then calls, pickled; the answers are JSON. Output of a function is lost.
-2. Plain functions run one call after another in the main thread, without an event loop, so they may start a loop of
-   their own or use signals. `async def` functions run all at once on one event loop; a worker that has been given such
-   a call takes no plain ones any more.
-3. The kernel kills the process when the thread that started it ends, and when a rule spends more CPU time than its
-   budget (`rules/budget.py`).
-4. A function may fork. The fork has no connection, and ends when it returns from the function, because only the worker
-   answers the row.
+1. The pool sends the settings and then calls, pickled; results are JSON. Output that a function prints is lost.
+2. Plain functions run one call after the other in the main thread, without an event loop, so they may start an event
+   loop or use signals. `async def` functions run at the same time on one event loop; a worker that has got such a call
+   gets no more calls of plain functions.
+3. The kernel kills the process when the thread that started it ends, and when a rule uses more CPU time than its budget
+   (`rules/budget.py`).
+4. A function may fork. The fork has no connection to the pool, and ends when it returns from the function, because only
+   the worker sends the row's result.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ NO_SCORE = "no score after {:g} s"  # the message for a call that took too long;
 
 
 class Request(NamedTuple):
-    """One call, as the pool sends it (`worker.RewardCall`)."""
+    """One call of a reward function, in the form in which the pool sends it (see `worker.RewardCall`)."""
 
     number: int
     function: str
@@ -54,10 +54,10 @@ class Request(NamedTuple):
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Answer calls until the parent closes the connection.
+    """Load the reward functions, and make calls until the pool closes the connection.
 
     Args:
-        descriptor: the inherited end of the connection.
+        descriptor: file descriptor of this process's end of the connection.
         parent: process id of the parent.
     """
     if sys.platform == "linux":
@@ -83,13 +83,13 @@ def main(descriptor: int, parent: int) -> None:
             requests = line.receive()
             if requests[0].function in caller.asynchronous:
                 return asyncio.run(_serve_async(caller, line, requests))
-            # The answer of a row is sent before the next one begins, so the pool knows during which row a worker died.
+            # A row's result is sent before the next row begins, so the pool knows during which row a worker died.
             for request in requests:
                 line.answer(caller, request, caller.run(request))
 
 
 class Line:
-    """The worker's end of the connection. Processes that a function starts do not get it."""
+    """The worker's end of the connection to the pool. Processes that a function starts do not inherit it."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -107,12 +107,13 @@ class Line:
         self._connection.send_bytes(json.dumps(content).encode())
 
     def answer(self, caller: "Caller", request: Request, result: Any) -> None:
-        """Send the answers of a call that returned or raised `result`."""
+        """Send the results of a call to the pool. `result` is the function's return value, or its exception."""
         self.end_of_fork(result)
         self.send({"id": request.number, "answers": caller.answers(request, result)})
 
     def end_of_fork(self, result: Any) -> None:
-        """End this process, as a script that returned or raised `result` ends, unless it is the worker itself."""
+        """If this process is a fork of the worker, end it with the exit code of a script that returned or raised
+        `result`."""
         if os.getpid() != self._process:
             _flush()
             code = result.code if isinstance(result, SystemExit) else int(isinstance(result, BaseException))
@@ -128,7 +129,7 @@ def _flush() -> None:
 
 
 async def _serve_async(caller: "Caller", line: Line, requests: list[Request]) -> None:
-    """Answer calls of `async def` functions all at once, beginning with `requests`."""
+    """Make calls of `async def` functions at the same time: first `requests`, then all that the pool sends."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Request]]()
     # A fork that returns to the event loop would serve the other rows, and take the wake-ups of the worker's loop.
     os.register_at_fork(after_in_child=lambda: loop.call_soon(line.end_of_fork, None))
@@ -159,10 +160,10 @@ async def _serve_async(caller: "Caller", line: Line, requests: list[Request]) ->
 
 
 class Caller:
-    """The loaded functions.
+    """Loads the reward functions and calls them.
 
     Raises:
-        ValueError: (when made) a function of the user's own cannot be loaded.
+        ValueError: (constructor) a function of the user cannot be loaded.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -171,10 +172,10 @@ class Caller:
         self._loaded = {name: load(function) for name, function in self._functions.items() if function.path is not None}
         self.asynchronous = [name for name, loaded in self._loaded.items() if _is_async(loaded)]
         """Names of the `async def` functions."""
-        self._prepared: set[str] = set()  # data sources whose rule has been called
+        self._prepared: set[str] = set()  # data sources for which the rule has been called before
 
     def run(self, request: Request) -> Any:
-        """Run a plain function for a call; return its result, or the exception that it raised."""
+        """Make a call of a plain function. Returns the function's result, or the exception that it raised."""
         # A function may raise anything, `SystemExit` included; its row carries the error, which is counted.
         try:
             result = self.begin(request)
@@ -183,7 +184,7 @@ class Caller:
             return error
 
     def begin(self, request: Request) -> Any:
-        """Call the function and return its result, which is an awaitable for an `async def` function."""
+        """Call the function of `request`. Returns the function's result, an awaitable for an `async def` function."""
         function, rows = self._functions[request.function], request.rows
         if function.path is None:
             return self._score_by_rule(*rows[0][:3])
@@ -222,7 +223,7 @@ class Caller:
             return rule(text, truth, **kwargs)
 
     def answers(self, request: Request, result: Any) -> list[Answer]:
-        """Return the answer for each row of a call."""
+        """Convert the function's return value or exception to one result per row of the call."""
         count = len(request.rows)
         if isinstance(result, BaseException):
             return [answer_from(result, self._place(request, result))] * count
@@ -238,7 +239,8 @@ class Caller:
         return [answer_from(inner) for inner in results]
 
     def _place(self, request: Request, error: BaseException) -> str:
-        """Return the line of the user's file that raised an exception, in brackets; empty for rules."""
+        """Return file name and line number of the user's function that raised `error`, as text in brackets; empty for
+        rules."""
         loaded = self._loaded.get(request.function)
         code = getattr(inspect.unwrap(loaded), "__code__", None) if loaded else None
         if code is None:
@@ -249,8 +251,8 @@ class Caller:
 
 @contextmanager
 def _killed_after(cpu_s: float) -> Iterator[None]:
-    """Let the kernel kill this process with SIGPROF once the block has spent `cpu_s` CPU seconds, even in a C
-    library."""
+    """While the block runs, let the kernel kill this process (SIGPROF) after `cpu_s` seconds of CPU time, even inside
+    a C library."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:

@@ -1,4 +1,4 @@
-"""Rate limits of functions that call services."""
+"""Limit the rate of calls of reward functions that use services."""
 
 from collections import deque
 
@@ -6,10 +6,9 @@ WINDOW_S = 60.0
 
 
 class RateLimit:
-    """A counter of calls that bounds the calls in progress, and the calls that begin in any 60 seconds.
+    """Limits the number of calls at the same time, and of calls that begin within any 60 seconds.
 
-    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n. None means
-    unlimited.
+    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n. None: no limit.
     """
 
     def __init__(self, max_concurrent: int | None, max_per_minute: int | None) -> None:
@@ -18,7 +17,7 @@ class RateLimit:
         self._begun: deque[float] = deque()
 
     def may_begin(self, now: float) -> bool:
-        """Return whether a call may begin at `now`, in seconds of a monotonic clock."""
+        """Return True if a call may begin at the time `now`, in seconds of a monotonic clock."""
         if self._max_concurrent is not None and self._under_way >= self._max_concurrent:
             return False
         while self._begun and now - self._begun[0] >= WINDOW_S:
@@ -26,7 +25,7 @@ class RateLimit:
         return self._max_per_minute is None or len(self._begun) < self._max_per_minute
 
     def begin(self, now: float) -> None:
-        """Count the beginning of a call."""
+        """Count a call that begins at the time `now`."""
         self._under_way += 1
         if self._max_per_minute is not None:
             self._begun.append(now)

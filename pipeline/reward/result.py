@@ -1,4 +1,4 @@
-"""The score, the parts and the error of a row, made from a reward function's result or exception."""
+"""Convert the return value or the exception of a reward function to a row's result: score, parts and error."""
 
 import json
 import math
@@ -10,19 +10,19 @@ MAX_ERROR = 500  # characters of a row's error
 MAX_PARTS = 100_000  # characters of a row's parts as JSON
 
 Answer = tuple[float, str, str | None]
-"""The score, the parts as a JSON mapping, and the reason if the reward failed, else None."""
+"""Result for one row: (score, parts of the reward as a JSON object, reason if the reward failed, else None)."""
 
 
 def failed(reason: str) -> Answer:
-    """Return the answer for a row whose reward failed. Its score is 0, which is not used because of the error."""
+    """Return the result of a row with an error of the reward. The score in it is 0, but is not used."""
     return 0.0, "{}", reason[:MAX_ERROR]
 
 
 def sent_answer(sent: Any) -> Answer:
-    """Check an answer that a worker has sent as JSON.
+    """Check a row's result that a worker has sent as JSON, and return it.
 
     Raises:
-        ValueError, TypeError: it is not an answer.
+        ValueError, TypeError: `sent` is not (score, parts, error).
     """
     score, parts, error = sent
     if not isinstance(parts, str) or not isinstance(json.loads(parts), dict) or not isinstance(error, str | None):
@@ -31,15 +31,15 @@ def sent_answer(sent: Any) -> Answer:
 
 
 def answer_from(result: Any, place: str = "") -> Answer:
-    """Make an answer from a function's result, or from the exception that it raised.
+    """Convert what a reward function returned or raised to a row's result.
 
     Args:
         result: a number, a dict with the key `score`, or an exception.
-        place: place of the exception, appended to its message.
+        place: file and line of the exception as text, appended to its message.
     """
     if isinstance(result, BaseException):
         return failed(_message(result)[: MAX_ERROR - len(place)] + place)
-    # The result may fail to convert in any way, which is an error of only its row.
+    # Conversion may raise any exception, which is then the error of this row only.
     try:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         score = _score(parts)
@@ -67,7 +67,7 @@ def _text(text: str) -> str:
 
 
 def _score(parts: dict[Any, Any]) -> float:
-    """Take the score out of `parts`."""
+    """Remove the key `score` from `parts` and return it as a float. Raises ValueError if it is not a finite float32."""
     if "score" not in parts:
         keys = sorted(map(str, parts))
         raise ValueError(f"the reward function returned a dict without the key 'score' (keys: {keys})")
@@ -82,7 +82,7 @@ def _score(parts: dict[Any, Any]) -> float:
 
 
 def _part(value: Any) -> Any:
-    """Convert a part of a reward to plain JSON values, from NumPy and torch values too."""
+    """Convert a part of a reward to JSON values; NumPy and torch values are accepted. Raises ValueError for others."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -1,14 +1,14 @@
-"""The shaping of training rows' scores: scale, normalisation, penalties, bounds.
+"""Shape the scores of training rows: scale, normalisation, penalties, bounds.
 
-The steps, each only if it is set, in this order:
+These steps are applied in this order, each only if it is set:
 
     raw_score                                    result of the reward function
     * source_scale[data_source]
     (score - mean) / std                         normalize[data_source]
     - overlong, length and repetition penalty
-    within clip                                  so the bounds hold for the scores that advantages are made of
+    clipped to clip                              last, so the bounds hold for the scores that advantages are made of
 
-Validation rows are not shaped, so their scores mean the same in every run. A running mean is not used: chunks are
+Scores of validation rows are not shaped, so they can be compared between runs. A running mean is not used: chunks are
 scored in parallel and in no fixed order, so it would differ from run to run and after a resume.
 """
 
@@ -20,14 +20,22 @@ from pipeline.config.reward import OverlongBufferConfig, RewardConfig
 
 
 def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: OverlongBufferConfig) -> np.ndarray:
-    """Compute DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less, for `lengths` [R] in
-    tokens."""
+    """Compute DAPO's soft overlong punishment (Yu et al. 2025, equation 13): [R], numbers of at most 0.
+
+    Args:
+        lengths: [R] lengths of the responses, in tokens.
+        max_response_length: `data.max_response_length`.
+        config: the section `reward.overlong_buffer`.
+    """
     over = lengths - (max_response_length - config.len)
     return np.minimum(0.0, -over / config.len * config.penalty_factor)
 
 
 def repeated_share(tokens: np.ndarray, ngram: int) -> float:
-    """Compute the share of repeats in the n-grams of `tokens` [L]: 1 - distinct / all; 0 for fewer than two n-grams."""
+    """Return the fraction of n-grams in `tokens` [L] that repeat an earlier one: 1 - distinct / all.
+
+    0 if there are fewer than two n-grams. `ngram` is their length in tokens.
+    """
     count = len(tokens) - ngram + 1
     if count < 2:
         return 0.0
@@ -36,10 +44,14 @@ def repeated_share(tokens: np.ndarray, ngram: int) -> float:
 
 
 class Shaping:
-    """The shaping steps of the section `reward`; penalties on length need `data.max_response_length`.
+    """Shapes scores by the settings in the section `reward`.
+
+    Args:
+        config: the section `reward`.
+        max_response_length: `data.max_response_length`, needed for penalties on length.
 
     Raises:
-        ValueError: the steps need it, and it is not given.
+        ValueError: a penalty on length is set, but `max_response_length` is not given.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int | None = None) -> None:
@@ -59,8 +71,13 @@ class Shaping:
     def __call__(
         self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Shape the scores [R] of rows with these sources and response token ids; also returns the raw score and each
-        penalty [R]."""
+        """Shape the scores of R rows. Returns (shaped scores [R], {name: raw score or penalty [R]}).
+
+        Args:
+            score: [R] scores.
+            sources: `data_source` of each row.
+            tokens: token ids of each response, without tokens of tools and environments.
+        """
         config = self._config
         parts = {"raw_score": score}
         lengths = np.array([len(ids) for ids in tokens], dtype=np.float64)

@@ -1,11 +1,11 @@
-"""The reward stage: one score per row.
+"""The reward stage of the pipeline: gives each row a score.
 
-Sources of the score are the rule of the row's `data_source`, functions of the user, a reward model (an earlier stage
-adds its numbers to the rows), or the environment of an episode (`agent.reward`).
+The score comes from the built-in rule for the row's `data_source`, functions of the user, a reward model (an earlier
+stage adds its scores to the rows), or the environment of an episode (`agent.reward`).
 
-A reward that fails is an error and not a 0. The row keeps its place in the stream (blocks must stay equal), its score
-column holds 0 and `reward_error` holds the reason. The advantage stage masks such rows, and the run stops when
-`reward.max_error_rate` of an iteration's rows fail.
+If a reward function fails, the row has an error, not a score of 0. The row stays in the stream (blocks must keep their
+size); column `score` holds 0 and `reward_error` the reason. The advantage stage masks such rows, and the run ends if
+more than the fraction `reward.max_error_rate` of an iteration's rows have errors.
 """
 
 import asyncio
@@ -31,27 +31,26 @@ from pipeline.reward.worker import RewardCall
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
 
 ENV_ERROR = "env_error"
-"""Column of episodes with the environment's error."""
+"""Column with the error of an episode's environment, else null. Only tables of episodes have it."""
 
 CARRIED = ("acc", "pred")
-"""Parts that validation reads; with several rewards they come from the first reward that has them."""
+"""Parts of the reward that validation reads. With several reward functions, the first that returns the part counts."""
 
 
 class Reward:
-    """The stage that appends the `REWARD` columns of `pipeline/rows.py` to a table of responses.
+    """Appends the columns `REWARD` of `pipeline/rows.py` to a table of responses.
 
-    With `reward.functions` it also appends a column `score_NAME` for each function (float32, null if that one failed).
-
-    A row whose environment failed is an error, and no function is called for it.
+    With `reward.functions` it also appends a column `score_NAME` for each function (float32, null if the function
+    failed). If the environment of an episode failed, the row has an error, and no function is called for it.
 
     Args:
         config: the section `reward`.
-        max_response_length: as of `Shaping`.
-        scored_by: `function`, `environment`, which calls no function, or `sum` (`agent.reward`), of all rows or by
-            their `agent_name`.
+        max_response_length: `data.max_response_length`, needed for penalties on length.
+        scored_by: source of the score (see `agent.reward`): `function`, `environment` (no function is called) or `sum`;
+            one text for all rows, or by `agent_name`.
 
     Raises:
-        ValueError: (when made) the settings do not fit; (when called) the functions cannot be loaded.
+        ValueError: (constructor) the settings do not fit; (call) the functions cannot be loaded.
     """
 
     def __init__(
@@ -109,8 +108,12 @@ class Reward:
         return [self._scored_by[name] for name in table["agent_name"].to_pylist()]
 
     def _answers(self, table: pa.Table, called: np.ndarray) -> dict[str, list[Answer]]:
-        """Return the answers of each function for each row, by the function's name; zeros for rows that are not
-        `called`."""
+        """Return the results of each function, one per row, by the name of the function.
+
+        Args:
+            table: R rows.
+            called: [R] True for the rows to score; other rows get a score of 0.
+        """
         names = [*INPUTS, *EPISODE_KEYWORDS] if ENV_ERROR in table.column_names else INPUTS
         by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
         chosen = table.filter(pa.array(called))
@@ -126,7 +129,8 @@ class Reward:
         return {name: _spread(answers, called) for name, answers in by_function.items()}
 
     def _with_environment(self, table: pa.Table, answered: list[Answer], ways: Sequence[str]) -> list[Answer]:
-        """Add the environment's rewards, if they count, and its errors to the answers."""
+        """Return the results `answered` with the rewards of environments added (according to `ways`, the source of each
+        row's score), and with their errors."""
         columns = (table[name].to_pylist() for name in ("env_score", "env_parts", ENV_ERROR))
         made: list[Answer] = []
         for way, answer, env_score, env_parts, env_error in zip(ways, answered, *columns, strict=True):
@@ -144,7 +148,7 @@ class Reward:
         return made
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
-        """Add the reward model's numbers to the answers."""
+        """Return the results `answered` with the weighted scores of the reward model added."""
         numbers, model_errors = table["rm_score"].to_pylist(), table["rm_error"].to_pylist()
         summed: list[Answer] = []
         for answer, number, model_error in zip(answered, numbers, model_errors, strict=True):
@@ -179,7 +183,10 @@ class Reward:
 
 
 class SingleReward:
-    """`Reward` as one actor for `chunks` tables at a time, so that `reward.rate_limit` counts all calls of the run."""
+    """`Reward` as a single actor, so that `reward.rate_limit` counts all calls of the run.
+
+    It works on up to `chunks` tables at the same time.
+    """
 
     def __init__(
         self, config: RewardConfig, max_response_length: int, scored_by: str | Mapping[str | None, str], chunks: int
@@ -192,13 +199,13 @@ class SingleReward:
 
 
 def _spread(answers: Sequence[Answer], called: np.ndarray) -> list[Answer]:
-    """Spread the answers of the called rows over all rows."""
+    """Return one result per row: the next of `answers` for rows that are True in `called` [R], else a score of 0."""
     rest = iter(answers)
     return [next(rest) if made else (0.0, "{}", None) for made in called]
 
 
 def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
-    """Sum the weighted answers of several functions for a row; it fails if one of them fails."""
+    """Return the weighted sum of several functions' results for one row; an error if one of the functions failed."""
     total, parts = 0.0, {}
     for function, (score, inner, error) in zip(called, row, strict=True):
         if error is not None:
@@ -213,7 +220,7 @@ def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
 
 
 def _bounded(score: float, parts: str) -> Answer:
-    """Return the answer with this score, or an error if the score does not fit into a float32."""
+    """Return the result (score, parts), or an error if the score does not fit into a float32."""
     if not abs(score) <= FLOAT32_MAX:
         return 0.0, "{}", f"ValueError: weights, scale and penalties make a score of {score}, not a finite float32"
     return score, parts, None

@@ -1,4 +1,4 @@
-"""The check of ground truths for rules that use them, as rows are read instead of as responses are scored."""
+"""Check the ground truths of rows for the sandbox when rows are read, not only when responses are scored."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +13,21 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 @dataclass(frozen=True)
 class TruthCheck:
-    """The check of a row's ground truth, for rows whose response is run as a program."""
+    """Checks the ground truth of rows with responses that the sandbox runs as programs."""
 
     agents: frozenset[str | None] = frozenset()
-    """`agent_name` of the rows that rules score."""
+    """Values of `agent_name` for which built-in rules score the rows."""
 
     def applies(self, data_source: str, agent_name: str | None) -> bool:
-        """Return whether the ground truth of such a row is checked."""
+        """Return True if the ground truth of a row with these columns is checked."""
         return data_source in DATA_SOURCES and agent_name in self.agents
 
     def __call__(self, data_source: str, agent_name: str | None, ground_truth: Any) -> bool:
-        """Return whether the ground truth holds assertions; refuse an unusable one.
+        """Check the ground truth of a row. Returns True if it holds assertions (Python code with `assert`).
 
         Raises:
-            ValueError: a sentence with the reason, with `Refused` as its cause if assertions cannot be judged.
+            ValueError: the ground truth cannot be used. The exception's cause is `Refused` if it holds assertions that
+                cannot be judged.
         """
         if not self.applies(data_source, agent_name):
             return False
@@ -34,7 +35,7 @@ class TruthCheck:
 
 
 def truth_check(config: RewardConfig, agent: AgentConfig) -> TruthCheck:
-    """Make the check of a run with the sections `reward` and `agent`."""
+    """Return the check of ground truths for a run with these sections `reward` and `agent`."""
     if all(function.path is not None for function in functions(config)):
         return TruthCheck()
     return TruthCheck(frozenset(name for name, one in agent.agents().items() if one.scored_by != "environment"))

@@ -1,8 +1,9 @@
-"""One reward worker: a process that makes calls of rules and reward functions, so that a call that hangs can be killed.
+"""The pool's handle of a reward worker: a process that calls rules and reward functions, so a hanging call can be
+killed.
 
-The process runs `program.py`. It is started by `subprocess` and not by `multiprocessing.Process`, whose child would
-import the `__main__` of a Ray worker. It has a session of its own, so a kill reaches its children too, and it inherits
-no descriptor but its end of a `multiprocessing` connection.
+The process runs `program.py`. It is started with `subprocess`, since a child of `multiprocessing.Process` would import
+the `__main__` of a Ray worker. The process has its own session, so a kill reaches its children too, and inherits only
+one file descriptor, its end of a `multiprocessing` connection.
 """
 
 import json
@@ -32,9 +33,9 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 log = logging.getLogger(__name__)
 
-MESSAGE_S = 10  # seconds in which a worker must read a message, and end one that it has begun
-LOOK_S = 0.05  # seconds between two looks at a worker's memory
-EXIT_S = 0.2  # seconds that a process whose connection has ended may take to end itself
+MESSAGE_S = 10  # time limit in seconds for a worker to read a message, and to complete one that it has begun to send
+LOOK_S = 0.05  # seconds between two checks of a worker's memory
+EXIT_S = 0.2  # time limit in seconds for a process to exit after its connection was closed
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -44,37 +45,39 @@ PROGRAM = (
 
 @dataclass(eq=False)
 class RewardCall:
-    """One call of a function: for one row, or for all rows of a chunk if the function takes batches."""
+    """One call of a reward function: for one row, or for all rows of a chunk if the function takes batches."""
 
     function: Function
     rows: list[list[Any]]
-    """The rows: data_source, response, and ground_truth and extra_info as JSON or None; for an episode, also messages
-    as JSON and the number of turns."""
+    """Rows, each a list of columns: data_source, response, and ground_truth and extra_info as JSON or None; for
+    episodes also messages as JSON and the number of turns."""
     limit_s: float
-    """Wall-clock seconds that the call may take."""
+    """Time limit of the call, in seconds (wall clock)."""
     answers: "Future[list[Answer]]" = field(default_factory=Future)
+    """Gets one result per row."""
     deadline: float = math.inf
-    """Time by which the call must be answered; set when it begins."""
+    """Time on the monotonic clock by which the result must be there; infinite until the call begins."""
     alone: bool = False
-    """True if the worker gets no other call at the same time."""
+    """True if a worker that gets this call must get no other call at the same time."""
 
     @property
     def by_rule(self) -> bool:
-        """True if the function is a rule, not the user's."""
+        """True if a built-in rule is called, not a function of the user."""
         return self.function.path is None
 
     @property
     def cheap(self) -> bool:
-        """True if a worker may get other rows together with this one."""
+        """True if a worker may get further calls of this kind together with this one."""
         return self.by_rule and not self.alone and self.rows[0][0] not in DATA_SOURCES
 
 
 class WorkerLost(Exception):
-    """Error of a worker that has ended or must be ended. The message becomes the error of its unanswered rows."""
+    """Error for a worker that has ended or must be ended. The message becomes the error of its rows without a
+    result."""
 
     def __init__(self, message: str, exhausted: bool = False) -> None:
         super().__init__(message)
-        self.exhausted = exhausted  # whether it spent the CPU time of a rule's budget, or held too much memory
+        self.exhausted = exhausted  # True if the worker exceeded the CPU budget of a rule, or its memory limit
 
 
 class RewardWorker:
@@ -82,12 +85,12 @@ class RewardWorker:
 
     def __init__(self, config: RewardConfig) -> None:
         self.loading = True
-        self.asynchronous: list[str] = []  # names of the `async def` functions; known once it has loaded them
-        self.calls: dict[int, RewardCall] = {}  # calls that it has not answered, by their ids, in order
-        self.began_at = time.monotonic()  # when it was started, or last given calls
-        self.given = 0  # how many it was given then
+        self.asynchronous: list[str] = []  # names of the `async def` functions; known once they are loaded
+        self.calls: dict[int, RewardCall] = {}  # calls without a result, by id, in order
+        self.began_at = time.monotonic()  # time at which the worker was started, or last got calls
+        self.given = 0  # number of calls that it got then
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
-        # It records errors that occur before the functions are loaded.
+        # Holds the worker's error output until the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
         # Without time limits, a worker that does not read, or stops in the middle of an answer, would block the pool.
@@ -109,7 +112,7 @@ class RewardWorker:
             self._send(config)
 
     def begin(self, calls: dict[int, RewardCall]) -> None:
-        """Hand over calls with their ids.
+        """Send calls to the worker. The keys are the ids of the calls.
 
         Raises:
             WorkerLost: the process has ended, or does not read.
@@ -124,11 +127,11 @@ class RewardWorker:
             raise self.lost() from None
 
     def receive(self) -> Iterator[tuple[RewardCall, list[Answer]]]:
-        """Yield the calls answered since the last look, with their answers; they no longer belong to the worker.
+        """Yield (call, results) for each result that the worker has sent, and remove these calls from `calls`.
 
         Raises:
-            WorkerLost: the process has ended, has stopped in the middle of an answer, or has sent something else.
-            ValueError: it cannot load the functions.
+            WorkerLost: the process has ended, has stopped in the middle of a message, or has sent something else.
+            ValueError: the worker cannot load the functions.
         """
         try:
             while self.connection.poll():
@@ -151,7 +154,8 @@ class RewardWorker:
             raise self.lost()
 
     def _read(self) -> dict[str, Any]:
-        """Read the next message. A function may have written to the connection, so the message may be foreign."""
+        """Read and check the next message. Raises WorkerLost for any other data, which a function may have written to
+        the connection."""
         body = self.connection.recv_bytes()
         with suppress(ValueError, TypeError, LookupError, OverflowError, RecursionError):
             message = json.loads(body)
@@ -165,7 +169,11 @@ class RewardWorker:
         raise WorkerLost("WorkerError: the process of the reward function sent something that is not an answer")
 
     def check_memory(self, now: float) -> None:
-        """Raise `WorkerLost` if the process holds too much memory; checks at most every `LOOK_S`."""
+        """Raise `WorkerLost` if the process uses more than `reward.worker_memory_mb`.
+
+        Args:
+            now: current time on the monotonic clock; there is at most one check per `LOOK_S` seconds.
+        """
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
@@ -175,7 +183,7 @@ class RewardWorker:
             raise WorkerLost(f"MemoryError: the reward worker holds {held:,.0f} MB, more than {limit}", exhausted=True)
 
     def lost(self) -> WorkerLost:
-        """Return an error with the end of the process."""
+        """Return the error for a worker that closed its connection; its text has the exit code or signal."""
         try:
             code = self.process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -186,13 +194,14 @@ class RewardWorker:
         return WorkerLost(f"WorkerError: the process of the reward function ended with {how}", exhausted=spent)
 
     def last_line(self) -> str:
-        """Return a clause with the last line on standard error before the functions were loaded, if any."""
+        """Return text with the last line that the process wrote to stderr before it had loaded the functions; "" if it
+        wrote nothing."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - MAX_ERROR))
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
     def kill(self) -> None:
-        """Kill the process and all that it started, except processes that left its process group."""
+        """Kill the process and all processes in its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

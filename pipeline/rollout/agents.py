@@ -1,4 +1,4 @@
-"""An engine's agent: its settings, the processes of its episodes, and its chat format."""
+"""An engine's side of one agent: the settings, the processes of the agent's episodes, and the chat format."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from pipeline.agent.ray_client import RemoteProcesses
 
 NOTHING = LoadedCode([], {}, environment=False, closes=False, forks=False)
-"""The code of an agent whose episodes are single answers: none."""
+"""The description of the user code of an agent that has none, since its episodes are single responses."""
 
 
 class Agent:
-    """One agent of an engine: opens the episodes of the rows that choose it.
+    """One agent of an engine: opens the episodes of the rows that choose the agent.
 
     Args:
-        name: its name on hosts, the same for all engines.
-        config: its settings.
+        name: name of the agent on hosts, the same for all engines.
+        config: settings of the agent.
         data: the section `data`.
-        tokenizer: the model's.
-        endpoint: receives the requests of all agents' commands.
-        hosts: run the processes of its episodes; if there are none, the engine's node runs them.
+        tokenizer: tokenizer of the model.
+        endpoint: HTTP server for the requests of all agents' commands.
+        hosts: hosts that run the processes of episodes; if there are none, the engine's node runs them.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Agent:
         self._chat_format: ChatFormat | None = None
 
     async def load(self) -> LoadedCode:
-        """Load environment and tools, unless it is done.
+        """Load the agent's environment and tools, unless they are loaded already; returns a description.
 
         Raises:
-            ValueError: they do not load.
+            ValueError: environment or tools do not load.
             TimeoutError: too few hosts have started (`RemoteProcesses.start`).
         """
         if self.config.plays:
@@ -67,7 +67,8 @@ class Agent:
         return self.loaded
 
     def _check_client(self) -> None:
-        """Refuse places from which a client cannot ask: the endpoint is at 127.0.0.1 of the engine's node."""
+        """Raise ValueError if a client could not reach the endpoint, which listens on 127.0.0.1 of the engine's
+        node."""
         config = self.config
         what = f"agent.program={config.program} uses its own client, which needs an address on the engine's node"
         if config.hosts:
@@ -76,10 +77,11 @@ class Agent:
             raise ValueError(f"{what}, and agent.isolation leaves it without a network; set agent.isolation=none")
 
     async def start(self) -> ChatFormat:
-        """Load environment and tools, and prove that the tokenizer can continue conversations, unless it is done.
+        """Load environment and tools, and prove that the chat template can continue conversations; both only once.
 
         Raises:
-            ValueError: one of them cannot be done.
+            ValueError: the code does not load, the template cannot continue conversations, or no parser parses its tool
+                calls.
         """
         async with self._starting:
             if self._chat_format is None:
@@ -92,7 +94,13 @@ class Agent:
             return self._chat_format
 
     async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Player:
-        """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`."""
+        """Begin an episode, and return its player; see `Processes.open` and `RemoteProcesses.open`.
+
+        Args:
+            row: `prompt`, `data_source`, `ground_truth` and `extra_info`.
+            seed: seed of the environment.
+            sampling: sampling settings of the turns that a client requests.
+        """
         config = self.config
         if not config.plays:
             return TurnsPlayer(config, None, {}, environment=False)
@@ -113,7 +121,7 @@ class Agent:
 
 
 def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | RemoteProcesses":
-    """Return the processes of an agent's episodes, on this node or, if there are any, on `hosts`."""
+    """Make the object that opens an agent's episodes: on `hosts` if there are any, else on this node."""
     if not hosts.actors:
         return Processes(config)
     # Imports Ray, which a dry run does without.
@@ -123,10 +131,10 @@ def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes
 
 
 def chat_format(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> ChatFormat:
-    """Build the chat format in which this tokenizer continues conversations with these tools.
+    """Make the chat format in which conversations with these tools are continued for this tokenizer.
 
     Raises:
-        ValueError: its chat template cannot continue them, or no parser reads its tool calls.
+        ValueError: the tokenizer's chat template cannot continue them, or no parser parses its tool calls.
     """
 
     def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, AnswerParser]:

@@ -1,4 +1,4 @@
-"""The first episodes of a run, tried before engines start: the user's code replies to answers that are made up."""
+"""A trial of a run's first episodes before engines start: fixed, made-up turns take the place of the policy's."""
 
 import asyncio
 from collections.abc import Iterable
@@ -21,27 +21,27 @@ from pipeline.rollout.episodes import Episodes
 from pipeline.sampling import Sampling
 
 ANSWER = "The answer is 42."
-"""The answer that an environment gets. It need not make sense, as the first answers of a policy need not."""
+"""The turn that an environment gets in the trial. It need not make sense, nor do the first turns of a policy."""
 ROWS = 4
 LONGEST = 300
-"""Characters of a reply that are shown."""
+"""Maximum number of characters of a reply that are shown."""
 
 
 def dry_episodes(config: Config, tokenizer: Any, prompts: Iterable[pa.Table], calls: bool) -> list[tuple[str, str]]:
-    """Begin the first episodes of a run as an engine would, and give them answers that are made up.
+    """Begin the first episodes of a run as an engine would, with made-up turns.
 
     Args:
         config: the run's configuration.
-        tokenizer: the model's.
+        tokenizer: tokenizer of the model.
         prompts: tables of prompts; the first `ROWS` rows of each agent are tried.
-        calls: whether each tool is called, too, with arguments that are made up.
+        calls: true to call each tool, too, with made-up arguments.
 
     Returns:
         Lines for `--dry-run` as (name, text).
 
     Raises:
-        ValueError: environment or tools do not load, the chat template cannot continue a conversation, no parser reads
-            the calls that it writes, or each of the episodes fails.
+        ValueError: environment or tools do not load, the chat template cannot continue a conversation, no parser parses
+            the calls that the template writes, or each of the episodes fails.
     """
     return asyncio.run(_try(config, tokenizer, pa.concat_tables(prompts), calls))
 
@@ -83,11 +83,11 @@ async def _lines(
 
 
 class Rehearsal(Episodes):
-    """Episodes of one agent without an engine, whose policy gives one answer again and again."""
+    """Episodes of one agent without an engine: the policy's turn is always the same text."""
 
     def __init__(self, config: Config, tokenizer: Any, name: str | None) -> None:
         own = config.agent.agents()[name]
-        # The second answer shows that the conversation goes on. An episode that is late has failed.
+        # The second turn shows that the conversation goes on. An episode past its deadline has failed.
         turns = own.max_turns if own.driven else min(2, own.max_turns)
         engine: Any = None
         agents = {name: replace(own, on_timeout="error", max_turns=turns)}
@@ -100,11 +100,11 @@ class Rehearsal(Episodes):
         """Load environment and tools, and prove that conversations can go on; returns the schemas of the tools.
 
         Args:
-            stop: texts that end an answer.
+            stop: texts that end a turn.
 
         Raises:
-            ValueError: one of them cannot be done, or the settings do not fit the tools. An environment may have tools
-                of its own, so that this is known only now.
+            ValueError: the code does not load, the proof fails, or the settings do not fit the tools. An environment
+                may have its own tools, so that this is known only after loading.
         """
         agent, tools = self._agent.config, (await self._agent.load()).tools
         if not tools and not agent.driven and agent.parser not in ("auto", "none"):
@@ -118,13 +118,13 @@ class Rehearsal(Episodes):
         return tools
 
     def summary(self) -> str:
-        """Describe its episodes in one line."""
+        """Describe the agent's episodes in one line."""
         if not self._agent.config.plays:
             return "single answers"
         return f"{self._most} answers at most; {self.bridge.summary()}"
 
     async def play(self, prompts: pa.Table) -> list[Episode]:
-        """Run the prompts' episodes with `ANSWER` for every answer. Raises ValueError if all of them fail."""
+        """Run the prompts' episodes with `ANSWER` as every turn. Raises ValueError if all of them fail."""
         self._answer = self.bridge.answer(ANSWER, [])
         episodes = await self._run(prompts)
         if all(episode.error for episode in episodes):
@@ -137,7 +137,7 @@ class Rehearsal(Episodes):
         return episodes
 
     async def call(self, prompt: pa.Table, tool: dict[str, Any]) -> tuple[str, str]:
-        """Call a tool with made-up arguments; returns a line (name, text) on its reply."""
+        """Call a tool with made-up arguments; returns (name, text) with the tool's result for `--dry-run`."""
         name, arguments = tool["function"]["name"], example(tool)
         self._answer = self.bridge.answer("", [Call("call00000", name, arguments)])
         [episode] = await self._run(prompt)
@@ -165,7 +165,7 @@ def _signature(tool: dict[str, Any]) -> str:
 
 
 def _shown(tokenizer: Any, episodes: list[Episode]) -> list[tuple[str, str]]:
-    """Return lines on episodes; the first one that did not fail is shown."""
+    """Make the lines for `--dry-run` on these episodes: the first that did not fail, and the number that failed."""
     first = next(episode for episode in episodes if not episode.error)
     lines = [("first prompt", str(tokenizer.decode(first.prompt_ids))), (f"reply to {ANSWER!r}", _reply(first))]
     failed = [episode.error for episode in episodes if episode.error]
@@ -175,12 +175,13 @@ def _shown(tokenizer: Any, episodes: list[Episode]) -> list[tuple[str, str]]:
 
 
 def _reply(episode: Episode) -> str:
-    """Describe the reply to the first answer; for several contexts, only their number, the answers' and the score."""
+    """Describe the reply to the first turn; for several contexts, only the numbers of turns and contexts, and the
+    score."""
     if len(episode.contexts) > 1:
         return f"{episode.turns} answers in {len(episode.contexts)} contexts, score {episode.score:g}"
     [context] = episode.contexts
     answers = [place for place, message in enumerate(context.messages) if message["role"] == "assistant"]
-    # Earlier answers may stand in the prompt.
+    # The prompt may contain earlier assistant messages.
     mine = answers[-episode.turns :]
     replies = context.messages[mine[0] + 1 : mine[1] if len(mine) > 1 else None]
     texts = " ".join(repr(message["content"]) for message in replies) or "nothing"

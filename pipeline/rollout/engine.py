@@ -1,13 +1,14 @@
-"""The engine loop: one vLLM engine stepped by one thread, chunks submitted from anywhere.
+"""The engine loop: one thread steps one vLLM engine; other threads submit chunks of requests.
 
-The thread owns the engine. Callers give it commands, which run between two steps in the order they came. A command
-marked `when_idle` waits until no request is running, and later commands wait for it: this is how weights change
-between chunks. An `update` changes them inside chunks; it waits only for chunks submitted with `one_version`. Finished
-requests are collected by chunk, so chunks overlap freely and the engine's batch stays full.
+Only the loop's thread touches the engine. Callers give it commands, which run between two steps in the order in which
+they came. A command with `when_idle` waits until no request is running, and later commands wait for that command: this
+is how weights change between chunks. An `update` changes weights while chunks run; it waits only for chunks that were
+submitted with `one_version`. Finished requests are collected by chunk, so chunks overlap freely and the engine's batch
+stays full.
 
 A chunk of episodes holds a lease from its first turn to its last. Between two turns, while all episodes wait for their
-environments, no request runs, and the lease keeps a command `when_idle` waiting nevertheless. Requests of a granted
-lease run ahead of waiting commands: the commands wait for the episodes, and never the episodes for the commands.
+environments, no request runs, but the lease keeps a command with `when_idle` waiting. Requests of a granted lease run
+ahead of waiting commands: the commands wait for the episodes, and never the episodes for the commands.
 """
 
 import queue
@@ -21,12 +22,15 @@ from typing import Any
 
 
 class EngineDead(RuntimeError):
-    """Error of an engine whose thread has failed. It cannot generate any more."""
+    """The engine's thread has failed, so the engine cannot generate any more."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """Right to generate whole episodes with one policy version. Only the loop's thread sets `granted`."""
+    """The right to generate whole episodes with one policy version.
+
+    Only the loop's thread sets `granted`.
+    """
 
     one_version: bool
     """True if no `update` may run while the lease is held."""
@@ -36,11 +40,11 @@ class Lease:
 @dataclass
 class _Command:
     run: Callable[[Any], Any] | None
-    """Function of the engine; None ends the loop."""
+    """Function that gets the engine; None ends the loop."""
     when_idle: bool = False
     updates: bool = False
     lease: Lease | None = None
-    """Lease of the command. Once it is granted, the command runs before waiting ones."""
+    """The lease under which the command runs. Once the lease is granted, the command runs before waiting ones."""
     future: Future = field(default_factory=Future)
 
 
@@ -53,12 +57,12 @@ class _Chunk:
 
 
 class EngineLoop:
-    """Drives an engine with `add_request(id, prompt, params)`, `step() -> outputs` and `abort_request(ids)` (vLLM's
-    `LLMEngine`).
+    """A thread that drives an engine with `add_request(id, prompt, params)`, `step() -> outputs` and
+    `abort_request(ids)` (vLLM's `LLMEngine`).
 
     Args:
         build: makes the engine; called in the loop's own thread.
-        start_timeout: seconds the engine may take to start.
+        start_timeout: maximum seconds for the engine to start.
         drain: finishes the steps that the engine has begun ahead and returns their outputs.
         prepare: called with the engine and a prompt right before the prompt is added.
 
@@ -79,7 +83,7 @@ class EngineLoop:
         self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
         self._one_version = 0
-        """Running requests that must see one version."""
+        """Number of running requests during which no `update` may run."""
         self._leases: set[Lease] = set()
         """The granted leases."""
         self._next_id = 0
@@ -97,18 +101,26 @@ class EngineLoop:
             ) from None
 
     def call(self, run: Callable[[Any], Any], when_idle: bool = False) -> Future:
-        """Run `run(engine)` between two steps; with `when_idle`, once no request is running."""
+        """Run `run(engine)` between two steps, and return a future of the result.
+
+        Args:
+            run: function that gets the engine.
+            when_idle: true to wait until no request is running and no lease is held.
+        """
         return self._put(_Command(run, when_idle))
 
     def update(self, run: Callable[[Any], Any]) -> Future:
-        """Run `run(engine)`, which changes the weights, between two steps, with no step half done.
+        """Run `run(engine)`, which changes the weights, between two steps, after the steps that the engine has begun
+        ahead.
 
-        If it fails, the running chunks fail too, because it is not known which weights the engine has then.
+        If it fails, the running chunks fail too, because it is not known which weights the engine then has. Returns a
+        future of the result.
         """
         return self._put(_Command(run, updates=True))
 
     def lease(self, one_version: bool = False) -> Lease:
-        """Keep commands `when_idle` waiting from here until the lease is given back; with `one_version`, updates too.
+        """Take a lease: until it is given back, calls with `when_idle=True` wait, and with `one_version` weight updates
+        too.
 
         Commands that were given before the lease run before it.
         """
@@ -127,16 +139,18 @@ class EngineLoop:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease; none of its requests may be running."""
+        """End a lease. None of the lease's requests may be running."""
         self._put(_Command(lambda engine: self._leases.discard(lease), lease=lease))
 
     def submit(
         self, requests: Sequence[tuple[Any, Any]], one_version: bool = False, lease: Lease | None = None
     ) -> Future:
-        """Add one chunk of `(prompt, sampling params)` pairs. The future holds their outputs in the same order.
+        """Add one chunk of requests, and return a future of their outputs in the same order.
 
-        With `one_version`, no `update` runs before the chunk is done. With a `lease`, the requests run ahead of
-        commands that wait for it.
+        Args:
+            requests: pairs (prompt, sampling params).
+            one_version: true to let no `update` run before the chunk is done.
+            lease: lease of the requests; they run ahead of commands that wait for the lease.
         """
         chunk = _Chunk(one_version)
         # A running future cannot be cancelled, so no caller sets its result while the loop is about to.
@@ -164,7 +178,7 @@ class EngineLoop:
         return chunk.future
 
     def abort(self, future: Future, lease: Lease | None = None) -> None:
-        """Drop the requests of a chunk, whose `future` then never holds anything."""
+        """Abort the requests of the chunk that has this `future`; the future then never gets a result."""
 
         def drop(engine: Any) -> None:
             ids = [request_id for request_id, chunk in self._chunk_of.items() if chunk.future is future]
@@ -176,7 +190,7 @@ class EngineLoop:
         self._put(_Command(drop, lease=lease))
 
     def close(self, timeout: float = 30.0) -> None:
-        """Stop the thread; running requests are dropped, and their futures raise `EngineDead`."""
+        """Stop the thread. Running requests are dropped, and their futures raise `EngineDead`."""
         self._commands.put(_Command(None))
         self._thread.join(timeout)
 
@@ -253,7 +267,7 @@ class EngineLoop:
                 chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
 
     def _fail_running(self, error: BaseException) -> list[str]:
-        """Fail the running chunks; returns their requests."""
+        """Set `error` on the futures of all running chunks; returns the ids of their requests."""
         running, self._chunk_of, self._one_version = self._chunk_of, {}, 0
         for chunk in running.values():
             if not chunk.future.done():

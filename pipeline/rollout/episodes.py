@@ -31,14 +31,14 @@ class Episodes:
     """The episodes of one engine.
 
     Args:
-        agents: the settings of each agent, by the name that rows choose it by (`AgentConfig.agents`).
+        agents: the settings of each agent, by the name by which rows choose it (`AgentConfig.agents`).
         data: the section `data`.
-        tokenizer: the model's.
-        engine: generates the answers.
-        seed: the run's; seeds of episodes and answers are derived from it.
-        seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
-        hosts: run the processes; if there are none, the engine's node runs them.
-        ends: tokens that end an answer (`models/ends.py`).
+        tokenizer: tokenizer of the model.
+        engine: loop of the engine that generates the turns.
+        seed: seed of the run; seeds of episodes and turns are derived from it.
+        seed_requests: true if each turn has its own seed (`rollout.seed_per_request`).
+        hosts: hosts that run the processes of episodes; if there are none, the engine's node runs them.
+        ends: ids of the tokens that end a turn (`models/ends.py`).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Episodes:
         self._places = asyncio.Semaphore(sys.maxsize if allowed == resource.RLIM_INFINITY else allowed // 2)
 
     async def start(self, table: pa.Table) -> None:
-        """Start the agents of the prompts in `table`: see `Agent.start`."""
+        """Start the agents that the prompts in `table` name; see `Agent.start`."""
         for name in table["agent_name"].unique().to_pylist():
             await self._agents[name].start()
 
@@ -77,9 +77,9 @@ class Episodes:
 
         Args:
             table: the prompts.
-            settings: sampling settings of each episode of each prompt.
-            lease: keeps the engine's weights as they are between two turns.
-            version: policy version, for an engine that labels no tokens.
+            settings: sampling settings, one list for each prompt with one entry for each episode.
+            lease: lease of the engine, which keeps its weights from changing between two turns.
+            version: policy version for the tokens if the engine does not label them.
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
         tasks = []
@@ -104,7 +104,7 @@ class Episodes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _play(self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask) -> Episode:
-        """Run one episode, once there is a place for it."""
+        """Run one episode, once the numbers of open episodes of agent and engine allow it."""
         async with agent.places, self._places:
             settings = await agent.start(), ask, sampling.max_tokens, sampling.stop
             played = await episode.run(row, agent.open(row, seed, sampling), *settings)
@@ -130,17 +130,22 @@ class Episodes:
 
 SPAN = ("kind", "tokens", "reward")
 ROW = ("prompt", "data_source", "ground_truth", "extra_info")
-"""Columns of a prompt that an environment sees."""
+"""Columns of a prompt that an environment gets as `row`."""
 
 
 def generations(episodes: list[Episode], version: int) -> tuple[list[Generation], np.ndarray]:
-    """Return the generations of episodes and the mask of their tokens [N]; `version` labels episodes without tokens."""
+    """Return the generation of each episode, and the mask [N] of all their tokens: 1 for tokens that are trained.
+
+    Args:
+        episodes: the episodes.
+        version: policy version of episodes without tokens.
+    """
     pairs = [joined(each.contexts, each.finish_reason, version) for each in episodes]
     return [generation for generation, _ in pairs], np.concatenate([mask for _, mask in pairs])
 
 
 def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
-    """Return `table`, one row for each episode, with the columns `AGENT` and the episodes' prompts."""
+    """Return `table`, with one row for each episode, with the columns `AGENT` and the prompts that the episodes had."""
     prompts = pa.array([each.prompt_ids for each in episodes], rows.INTS)
     table = table.set_column(table.column_names.index("prompt_ids"), table.schema.field("prompt_ids"), prompts)
     spans = [
@@ -164,10 +169,13 @@ def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
 
 
 def _contexts(episode: Episode) -> list[dict[str, Any]] | None:
-    """Return the column `contexts` of a row; None for a single context, which follows the row's own prompt."""
+    """Make the column `contexts` of a row: prompt and number of tokens of each context.
+
+    None for a single context; its prompt is the row's own.
+    """
     if len(episode.contexts) < 2:
         return None
-    # An episode may fail between a prompt and its answer.
+    # An episode may fail between a prompt and the turn after it.
     first, *further = (context for number, context in enumerate(episode.contexts) if context.ids or number == 0)
     lines = [{"prompt": None, "tokens": len(first.ids)}]
     return lines + [{"prompt": context.prompt_ids, "tokens": len(context.ids)} for context in further]

@@ -1,4 +1,4 @@
-"""The gate of elastic engine pools and replays."""
+"""The gate in front of elastic engine pools, and of replays."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """A stage that passes chunks on, in order, as the policy store admits them; for elastic pools and replays."""
+    """A stage that passes chunks on, in order, once the policy store admits them; for elastic pools and replays."""
 
     def __init__(self, policy: "PolicySource"):
         self._policy = policy

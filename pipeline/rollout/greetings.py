@@ -1,4 +1,5 @@
-"""The engine's side of the handshake: the rows that it generates for the trainer (`pipeline/greeting.py`)."""
+"""The engine's side of the handshake: generates the rows on which trainer and engine are compared
+(`pipeline/greeting.py`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from pipeline.sampling import Sampling
 
 
 def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any]]:
-    """Make the requests of the plan's rows, prompt by prompt."""
+    """Make the requests for the rows of the handshake, prompt by prompt."""
     prompts = prompts_of(plan, tokenizer)
     plain = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, max_tokens=plan.response, stop=())
     uids = [f"greeting-{number}" for number in range(len(prompts))]
@@ -17,7 +18,7 @@ def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any
 
 
 def read_greeting(engine: str, outputs: Sequence[Any]) -> Greeting:
-    """Read the rows of finished requests."""
+    """Collect the rows of the handshake from finished requests; `engine` is the engine's name."""
     made = [vllm.read(output, 0) for output in outputs]
     return Greeting(
         engine,

@@ -1,7 +1,7 @@
-"""Engines that get only adapters (`model.lora.weight_sync=adapter`): the base comes from the disk, once.
+"""Engines that get only adapters (`model.lora.weight_sync=adapter`) and read the base from the disk, once.
 
-vLLM takes an adapter as a folder. All versions have the same id and are loaded in place, so an update in flight also
-reaches requests that are running, between two of their tokens. Prompts of each version have a salt of their own, which
+vLLM takes an adapter as a folder. All versions have the same id and replace each other in place, so an update in flight
+also reaches running requests, between two of their tokens. Prompts of each version have their own cache salt, which
 keeps them from KV that another version's adapter computed.
 """
 
@@ -18,7 +18,7 @@ from pipeline.upstream.vllm import unused_layers
 from pipeline.weights.load import Shard, fetch, parameters
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The sizes for which vLLM reserves memory."""
+"""Adapter ranks for which vLLM can reserve memory."""
 NAME, ID = "policy", 1
 REMEDY = "set model.lora.weight_sync=merged, or other model.lora.target_modules"
 
@@ -32,7 +32,7 @@ def engine_args(config: LoraConfig) -> dict[str, Any]:
 
 
 def use_adapter(engine: Any) -> None:
-    """Have all requests use the adapter; before it is loaded they fail."""
+    """Make all requests use the adapter; they fail as long as none is loaded."""
     from vllm.lora.request import LoRARequest
 
     # The path is read only if the adapter is not there.
@@ -43,10 +43,15 @@ def use_adapter(engine: Any) -> None:
 def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
     """Replace the engine's adapter in place.
 
+    Args:
+        engine: the engine.
+        shards: the published adapter.
+        timeout: seconds in which the adapter must arrive.
+
     Raises:
-        TimeoutError: the adapter did not arrive within `timeout` seconds.
-        ValueError: it arrived damaged.
-        FinalError: vLLM cannot use it with this model.
+        TimeoutError: the adapter did not arrive in time.
+        ValueError: the adapter arrived damaged.
+        FinalError: vLLM cannot use the adapter with this model.
     """
     from vllm.lora.request import LoRARequest
 
@@ -71,6 +76,9 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
 
 
 def unread(worker: Any) -> set[str]:
-    """Return layers whose adapters a vLLM worker has read and does not use: it compares only the ends of names."""
+    """Return the names of layers for which a vLLM worker has read an adapter but does not use it.
+
+    vLLM compares only the ends of names, so an adapter can match no layer.
+    """
     # vLLM packs the adapters of experts in several forms.
     return {name for name in unused_layers(worker, ID) if ".experts" not in name}

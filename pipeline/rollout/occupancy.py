@@ -1,11 +1,11 @@
-"""An engine's time with admitted chunks, and without any."""
+"""Idle and busy seconds of an engine: without and with admitted chunks."""
 
 import time
 from collections.abc import Callable
 
 
 class Occupancy:
-    """Counts idle and busy seconds of `clock`."""
+    """Measures, by `clock`, the seconds with at least one admitted chunk (busy) and with none (idle)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._since = clock, clock()
@@ -13,17 +13,17 @@ class Occupancy:
         self._idle = self._busy = 0.0
 
     def enter(self) -> None:
-        """Count a chunk as admitted."""
+        """Record that a chunk was admitted."""
         self._count()
         self._chunks += 1
 
     def leave(self) -> None:
-        """Count a chunk as done or failed."""
+        """Record that a chunk is done or has failed."""
         self._count()
         self._chunks -= 1
 
     def take(self) -> tuple[float, float]:
-        """Return idle and busy seconds since the last call."""
+        """Return (idle seconds, busy seconds) since the last call."""
         self._count()
         spent = self._idle, self._busy
         self._idle = self._busy = 0.0

@@ -1,7 +1,7 @@
-"""Chunks that may start together start in their order.
+"""Starts chunks in the order of their numbers if they are admitted at about the same time.
 
-Answers of the policy store overtake each other, and rows leave in the order of their chunks: a first chunk that starts
-last would hold back all others, and streamed gradients would have nothing to start with.
+Replies of the policy store overtake each other, and rows leave an engine in the order of their chunks: a first chunk
+that starts last would hold back all others, and streamed gradients would have nothing to start with.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ class InOrder:
         self._asking: list[tuple[int, asyncio.Future[None]]] = []
 
     async def admitted(self, chunk: int, answer: Awaitable[Answer]) -> Answer:
-        """Await `answer`, then wait until all earlier waiting chunks are admitted; returns the result of `answer`.
+        """Await the admission `answer` of a chunk, then wait until all earlier waiting chunks are admitted.
 
-        Earlier chunks are always admissible too, so this wait cannot deadlock.
+        Returns the result of `answer`. Earlier chunks are always admissible too, so the wait cannot deadlock.
         """
         own = chunk, asyncio.get_running_loop().create_future()
         self._asking.append(own)

@@ -1,4 +1,4 @@
-"""The engines' source of versions and weights."""
+"""The interface from which engines get admission, policy versions and weights."""
 
 from typing import Protocol
 
@@ -9,13 +9,14 @@ from pipeline.store.versions import Ticket
 
 
 class PolicySource(Protocol):
-    """A source of versions and weights; in a run, the policy store."""
+    """A source of admission and weights; in a run, the policy store."""
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
-        """Wait for the permission to start a chunk; None if the run has all the rows that it needs.
+        """Wait for the permission to start a chunk. Returns a ticket, or None if the run has all the rows that it
+        needs.
 
         Args:
-            split: `train`, or another one for rows of exactly `version`.
+            split: `train`, or another split, with rows of exactly `version`.
             chunk: number of a training chunk.
             version: policy version of the rows of another split.
         """
@@ -23,16 +24,26 @@ class PolicySource(Protocol):
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """Report that the engine has loaded a version; see `PolicyStore.acknowledge`."""
+        """Report that the engine has loaded a version; see `PolicyStore.acknowledge`.
+
+        Args:
+            engine: name of the engine.
+            version: the version.
+            crc: checksum of the weights.
+            load_s: seconds for loading.
+            idle_s, busy_s: seconds of the engine without and with chunks since the last report.
+        """
 
     async def greet(self, greeting: Greeting) -> None:
-        """Deliver the generated rows of a ticket's greeting."""
+        """Send the rows that were generated for a ticket's handshake."""
 
 
 class StorePolicy:
-    """The policy store as the source of one attempt's engines.
+    """The policy store as the source for the engines of one attempt at the run.
 
-    `timeout` is in seconds without a heartbeat, after which a wait for admission fails (`trainer.deadlines.admission`).
+    Args:
+        store: client of the policy store.
+        timeout: seconds without a heartbeat after which a wait for admission fails (`trainer.deadlines.admission`).
     """
 
     def __init__(self, store: StoreClient, timeout: float):

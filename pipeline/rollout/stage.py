@@ -1,4 +1,4 @@
-"""The rollout stage: prompt rows in, `n` trajectory rows for each out.
+"""The rollout stage: makes `n` trajectory rows from each prompt row.
 
 The stage requests admission from the policy store, loads the admitted version, and then generates. It is asynchronous,
 so one engine works on many chunks concurrently, in one batch.
@@ -54,11 +54,11 @@ from pipeline.store.versions import Ticket
 from pipeline.weights.load import checksum
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-"""Names of errors after which an engine cannot generate any more, although its thread still runs."""
+"""Names of error classes after which an engine cannot generate any more, although its thread still runs."""
 
 
 def restarted() -> bool:
-    """Check whether this process replaces one that died."""
+    """Return True if Ray started this process as the replacement of an actor that died."""
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
@@ -68,13 +68,13 @@ def end_process() -> NoReturn:
 
 
 class Rollout:
-    """One engine of the pool.
+    """One engine of the pool, as an actor of the stage.
 
     Args:
         data, model, rollout, agent, trainer: sections of the settings.
-        greedy: whether each training prompt has one more response, a greedy one.
-        policy: admits chunks and hands out weights.
-        hosts: run the processes of episodes; if there are none, the engine's node runs them.
+        greedy: true if each training prompt has one more response, a greedy one.
+        policy: source of admission and weights.
+        hosts: hosts that run the processes of episodes; if there are none, the engine's node runs them.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class Rollout:
         # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
         self._acknowledged: asyncio.Task[None] | None = None
-        """Done when the store has accepted every version that was loaded."""
+        """The task that reports the last loaded version, after all earlier reports; done when the store has accepted
+        it."""
         self._admitted, self._done, self._asleep = 0, 0, False
         self._occupancy = Occupancy()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
@@ -123,7 +124,7 @@ class Rollout:
             self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        """Generate `n` rows for each row of a chunk; with greedy responses `n + 1`, the last of split `baseline`.
+        """Generate `n` rows for each row of a chunk; with greedy responses `n + 1`, the last with split `baseline`.
 
         Rows with split `pad`, which fill up a validation chunk, are left out. If the run needs no more rows, the result
         is empty.
@@ -157,7 +158,7 @@ class Rollout:
         """End this process. Ray starts another engine in its place, which generates the chunks again.
 
         Raises:
-            FinalError: this engine was itself started in the place of another one, and has not finished one chunk.
+            FinalError: this engine was itself started as a replacement, and has not finished any chunk.
         """
         if self._done == 0 and restarted():
             raise FinalError(
@@ -192,7 +193,7 @@ class Rollout:
                 return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
             made = [vllm.read(output, version) for output in outputs]
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
-            # Rewards judge an answer as a whole.
+            # Rewards judge a response together with the text that the prompt began it with.
             starts = list(map(begun_text, table["prompt"].to_pylist()))
             texts = [starts[number * len(starts) // len(texts)] + text for number, text in enumerate(texts)]
             return self._rows(table, made, texts, None, *seconds)
@@ -243,7 +244,7 @@ class Rollout:
         return [own.of_row(text or "") for text in table["extra_info"].to_pylist()]
 
     async def _bring_to(self, ticket: Ticket) -> int:
-        """Load the ticket's version unless a newer one is loaded; returns the version that the engine then holds."""
+        """Load the ticket's version unless a newer one is loaded; returns the version that the engine then has."""
         async with self._loading:
             if ticket.version <= self._version and not self._asleep:
                 return self._version
@@ -261,15 +262,18 @@ class Rollout:
             return self._version
 
     async def _greet(self, plan: GreetingPlan) -> None:
-        """Generate the rows with which the trainer compares itself, and send them."""
+        """Generate the rows of the handshake, on which the trainer compares its log-probs, and send them."""
         submitted = self.engine.submit(greeting_requests(plan, self._tokenizer), one_version=True)
         what = "generate the rows of the handshake"
         outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
         await self._policy.greet(read_greeting(self.name, outputs))
 
     def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
-        """Report to the store that the ticket's version is loaded. The engine generates meanwhile, but no rows leave it
-        before the store has accepted that version and those before it (`_wait_acknowledged`)."""
+        """Begin to report to the store that the ticket's version is loaded, which took `seconds`.
+
+        The engine generates meanwhile, but no rows leave it before the store has accepted this version and all earlier
+        ones (`_wait_acknowledged`).
+        """
         before, spent = self._acknowledged, self._occupancy.take()
 
         async def report() -> None:
@@ -285,7 +289,7 @@ class Rollout:
             await asyncio.shield(self._acknowledged)
 
     def _load(self, ticket: Ticket) -> Future:
-        """Have the engine take the ticket's weights."""
+        """Start to load the ticket's weights into the engine; returns the future."""
         rollout, args = self._rollout, (ticket.shards, self._deadlines.publish, ticket.version)
         if self._asleep:
             return self.engine.call(lambda engine: vllm.wake(engine, *args), when_idle=True)
@@ -313,7 +317,13 @@ class Rollout:
     ) -> pa.Table:
         """Build the rows of prompts and their responses, equally many for each prompt, prompt by prompt.
 
-        `mask` [N] is 1 for tokens of the policy. None means that all tokens are.
+        Args:
+            table: the prompts.
+            generations: tokens of each response.
+            texts: text of each response.
+            mask: [N] int8 over the tokens of all responses, 1 for tokens of the policy; None if all are.
+            generate_s: seconds that generating the chunk took.
+            load_s: seconds before that, for loading weights.
         """
         prompts, per_prompt = len(table), len(generations) // len(table)
         greedy = self._greedy and table["split"][0].as_py() == "train"
@@ -350,7 +360,7 @@ class Rollout:
 
 
 def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, AgentConfig, TrainerConfig, bool]:
-    """Return the arguments of `Rollout` before the policy."""
+    """Return the arguments of `Rollout` that come before `policy`."""
     return config.data, config.model, config.rollout, config.agent, config.trainer, uses_baselines(config)
 
 
@@ -362,7 +372,8 @@ def token_lists(table: pa.Table, name: str) -> list[list[int]]:
 
 
 def decoded(tokenizer: Any, responses: list[list[int]], ends: Sequence[int] = ()) -> list[str]:
-    """Decode responses as `tokenizer.batch_decode` would, without special tokens and a closing token of `ends`."""
+    """Decode responses like `tokenizer.batch_decode`, but without special tokens and without a final token of
+    `ends`."""
     from transformers import PreTrainedTokenizerFast
 
     # The end of a turn need not be a special token.

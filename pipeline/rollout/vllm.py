@@ -1,4 +1,4 @@
-"""vLLM as the engine: its construction, its requests and its outputs."""
+"""vLLM as the engine: construction, weights, requests and outputs."""
 
 import copy
 import functools
@@ -22,10 +22,10 @@ from pipeline.weights.load import BACKEND, Shard, accept, confirm, register
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
-    """Build an in-process `LLMEngine` that returns log-probs of the distribution it samples from.
+    """Build an in-process `LLMEngine` that returns log-probs of the distribution from which it samples.
 
-    Weights are random until the first policy version is loaded: they come from the trainer. An evaluation's engines
-    read them from the disk (`engine_kwargs.load_format`), and so do engines that get only adapters.
+    Weights are random until the first policy version is loaded from the trainer. An evaluation's engines read them from
+    the disk (`engine_kwargs.load_format`), and so do engines that get only adapters.
     """
     # In-process: the loop steps the engine itself, and weights reach it without another process in between.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -77,10 +77,12 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
 
 
 def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
-    """Replace the engine's weights, or its adapter, in place, and label its tokens from now on. No request may be
-    running.
+    """Replace the engine's weights, or its adapter, in place, and label its tokens with `version` from now on.
 
-    Raises FinalError if the engine does not read all that is published, or needs more (`weights/confirm.py`).
+    No request may be running.
+
+    Raises:
+        FinalError: the engine does not read all that is published, or needs more (`weights/confirm.py`).
     """
     if any(shard.adapter for shard in shards):
         lora.load(engine, shards, timeout)
@@ -99,9 +101,10 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
 
 
 def drain(engine: Any) -> list[Any]:
-    """Finish the steps that the engine has begun, and return their outputs.
+    """Finish the steps that the engine has begun ahead, and return their outputs.
 
-    A GPU engine computes one step ahead: without this, tokens of the old weights would be labelled with the new ones.
+    A GPU engine computes one step ahead: without this, tokens of the old weights would be labelled with the new
+    version.
     """
     begun = steps_begun(engine)
     if not begun:
@@ -122,8 +125,9 @@ def drain(engine: Any) -> list[Any]:
 def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, recompute: bool) -> None:
     """Replace a drained engine's weights while requests run, between two of their tokens.
 
-    With `recompute` the KV cache is dropped and computed again with the new weights, also for running requests.
-    Otherwise these keep what the old weights computed; later requests have another salt and never read it.
+    With `recompute` the KV cache is dropped and computed again with the new weights, also for running requests. Without
+    it, running requests keep the KV that the old weights computed; later requests have another cache salt and never
+    read it.
     """
     load(engine, shards, timeout, version)
     if recompute:
@@ -132,16 +136,18 @@ def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, r
 
 
 def sleep(engine: Any, keep_base: bool = False) -> None:
-    """Give back the GPU memory of weights and KV cache; both are lost. No request may be running.
+    """Free the GPU memory of weights and KV cache; both are lost. No request may be running.
 
-    With `keep_base` the weights are kept in host memory: a base is not sent again.
+    Args:
+        engine: the engine.
+        keep_base: true to keep the weights in host memory, if they are a base that is not sent again.
     """
     # Level 1 would copy the weights to the host, and the next ones replace them.
     engine.sleep(level=1 if keep_base else 2)
 
 
 def wake(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
-    """Take the memory again and load weights into it."""
+    """Allocate the GPU memory again after `sleep`, and load weights into it."""
     engine.wake_up(tags=["weights"])
     load(engine, shards, timeout, version)
     # The KV cache comes last: while weights arrive they need room twice.
@@ -159,20 +165,20 @@ def requests(
     ignore_eos: bool = False,
     greedy: bool = False,
 ) -> list[tuple[Any, Any]]:
-    """Make `n` requests for each prompt, next to each other, and with `greedy` one of greedy decoding after them.
+    """Make `n` requests for each prompt, prompt by prompt; with `greedy`, followed by one of greedy decoding.
 
-    With a `seed`, every request has its own, made from the run's seed, the prompt's uid and the sample's number, so
-    that the greedy request changes no sample.
+    With a `seed`, every request has its own seed, made from the run's seed, the prompt's uid and the sample's number,
+    so that the greedy request changes no sample.
 
     Args:
         prompts: token ids; vLLM keeps these lists, so they must not be changed.
         uids: identifiers of the prompts.
         settings: sampling settings of each prompt.
-        n: samples of a prompt.
-        seed: the run's; None leaves the samples to chance.
-        ends: tokens that end a response, in addition to the ones that vLLM finds in the model's files.
-        ignore_eos: go on past all of them.
-        greedy: whether each prompt has a greedy request.
+        n: number of samples of a prompt.
+        seed: seed of the run; None leaves requests without seeds.
+        ends: ids of tokens that end a response, in addition to those that vLLM finds in the model's files.
+        ignore_eos: true to go on generating past all of them.
+        greedy: true if each prompt has a greedy request.
     """
     pairs = []
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
@@ -185,30 +191,30 @@ def requests(
 
 
 def prompt_of(ids: list[int]) -> dict[str, Any]:
-    """Return token ids in the form of vLLM's renderer; vLLM keeps the list, so it must not be changed."""
+    """Make vLLM's prompt from token ids. vLLM keeps the list, so it must not be changed."""
     return {"type": "token", "prompt_token_ids": ids}
 
 
 def salt(engine: Any, prompt: dict[str, Any]) -> None:
-    """Keep a policy from reading KV of an older one: prompts of each version have a salt of their own."""
+    """Set a prompt's cache salt to the engine's policy version, so that no version reads KV of another."""
     prompt["cache_salt"] = f"v{engine.get_weight_version()}"
 
 
 def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: Sequence[int] = ()) -> tuple[Any, Any]:
-    """Make the request for one answer of an episode.
+    """Make the request for one turn of an episode.
 
     Args:
-        ids: the conversation so far, as tokens; vLLM keeps this list.
-        sampling: sampling settings of the answer; `max_tokens` is its longest length.
-        seed: the request's; None leaves the answer to chance.
-        ends: as in `requests`.
+        ids: token ids of the conversation so far; vLLM keeps this list.
+        sampling: sampling settings of the turn; `max_tokens` is its maximum length.
+        seed: seed of the request; None leaves it without a seed.
+        ends: ids of tokens that end the turn, in addition to those that vLLM finds in the model's files.
     """
     own = copy.copy(_params(sampling, tuple(ends), False))
     own.seed = seed if sampling.temperature > 0 else None
     return prompt_of(ids), own
 
 
-# Most answers are sampled alike: making and checking parameters costs more than the rest of a request.
+# Most turns are sampled alike: making and checking parameters costs more than the rest of a request.
 @functools.lru_cache(maxsize=1024)
 def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
     from vllm import SamplingParams
@@ -234,7 +240,7 @@ def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
 
 
 def read(output: Any, version: int) -> Generation:
-    """Read the one completion of a finished request; `version` labels its tokens if the engine does not."""
+    """Convert the one completion of a finished request; `version` labels the tokens if the engine does not."""
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
@@ -248,6 +254,6 @@ def read(output: Any, version: int) -> Generation:
 
 
 def seed_of(text: str) -> int:
-    """Derive a request's seed from the text that identifies it."""
+    """Derive a seed from the text that identifies a request: a non-negative integer below 2^63."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

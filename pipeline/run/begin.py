@@ -1,4 +1,4 @@
-"""The start of Ray. Each failure ends within a minute or two, with a sentence that names a remedy."""
+"""Joins or starts Ray. Each failure ends within a minute or two, with a message that names a remedy."""
 
 import contextlib
 import os
@@ -17,21 +17,27 @@ from pipeline.errors import NotStarted
 from pipeline.upstream import apart
 
 REACH_S, JOIN_S, START_S = 10.0, 45.0, 150.0
-"""Longest waits (s): for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
+"""Maximum seconds: until a head accepts connections, until its cluster is joined, until a Ray on this machine
+starts."""
 LOOK_S, GONE_S = 1.0, 10.0
-"""Seconds between two looks at Ray's processes, and seconds in which a command may still end after they are gone."""
+"""Seconds between two checks of Ray's processes, and seconds in which a command may still end after they are gone."""
 SOCKET = 107
-"""Longest path of a socket in Linux (bytes)."""
+"""Maximum length of a socket's path in Linux, in bytes."""
 ALONE = "unset RAY_ADDRESS to start a Ray on this machine"
 NEEDED = 64 * 2**20
-"""Bytes that Ray's logs and sockets need at first."""
+"""Number of bytes of disk that Ray's logs and sockets need at first."""
 
 
 def join(address: str, options: dict[str, Any]) -> None:
     """Join the cluster that `RAY_ADDRESS` names.
 
+    Args:
+        address: the address.
+        options: further arguments of `ray.init`.
+
     Raises:
-        ValueError: nothing answers there, it is not an address, or the cluster requires a token that is not here.
+        ValueError: nothing answers at the address, it is malformed, or the cluster requires a token that is not
+            available.
         NotStarted: the cluster refuses this driver.
     """
     named = f"RAY_ADDRESS={address}"
@@ -60,6 +66,9 @@ def join(address: str, options: dict[str, Any]) -> None:
 def start_here(options: dict[str, Any]) -> None:
     """Start a Ray on this machine. A failed start is tried once more, since Ray's waits are short for a busy machine.
 
+    Args:
+        options: arguments of `ray.init`.
+
     Raises:
         ValueError: the temporary folder or the resources cannot be used.
         NotStarted: Ray did not start.
@@ -84,7 +93,7 @@ def start_here(options: dict[str, Any]) -> None:
 
 
 def watch() -> None:
-    """End the process with a sentence if the Ray of this machine is gone; Ray itself would abort after a minute."""
+    """End the process with a message if the Ray of this machine is gone; Ray itself would abort only after a minute."""
     while ray.is_initialized():
         if apart.dead() is not None:
             time.sleep(GONE_S)
@@ -109,10 +118,11 @@ def leave(code: int) -> NoReturn:
 
 
 def check_folder() -> None:
-    """Refuse a temporary folder in which a Ray on this machine cannot start.
+    """Check that a Ray on this machine can start in the temporary folder.
 
     Raises:
-        ValueError: it is too long for the path of a socket, is not absolute, cannot be written, or is full.
+        ValueError: the folder's path is too long for sockets or not absolute, or the folder cannot be written or is
+            full.
     """
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
     folder = os.environ.get(name, "/tmp")
@@ -138,10 +148,10 @@ def check_folder() -> None:
 
 
 def _place(address: str) -> str | None:
-    """Return HOST:PORT of the head, which for `auto` is in a file of Ray's; None if Ray finds no head.
+    """Return HOST:PORT of the head; None if Ray finds no head. For `auto` Ray reads it from a file.
 
     Raises:
-        ValueError, ConnectionError: `address` is of another form; Ray finds no cluster.
+        ValueError, ConnectionError: `address` is malformed, or Ray finds no cluster.
     """
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 2**16):
@@ -150,10 +160,10 @@ def _place(address: str) -> str | None:
 
 
 def _reach(place: str | None) -> None:
-    """Wait until something takes connections at `place`.
+    """Wait until a server accepts connections at `place` (HOST:PORT).
 
     Raises:
-        OSError: the host has no address, or nothing took a connection in time.
+        OSError: the host has no address, or nothing accepted a connection in time.
     """
     if place is None:
         return
@@ -171,7 +181,8 @@ def _reach(place: str | None) -> None:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, late: str) -> Iterator[None]:
-    """End the process with a sentence if the block takes too long: a wait in Ray's C++ cannot be ended otherwise."""
+    """End the process with the message `late` if the block takes longer: a wait in Ray's C++ cannot be ended
+    otherwise."""
 
     timer = threading.Timer(seconds, _leave, [late])
     timer.daemon = True

@@ -1,7 +1,7 @@
-"""The retention of checkpoints: the newest ones stay, and the best by a validation metric.
+"""Deletion of old checkpoints: the newest ones stay, and the best by a validation metric.
 
-Only the driver knows which checkpoints are whole and how good each is, so it deletes them. It does so in a background
-thread, so that a slow storage delays nothing.
+Only the driver knows which checkpoints are complete and how good each is, so the driver deletes them. It does so in a
+background thread, so that a slow storage delays nothing.
 """
 
 import json
@@ -21,12 +21,12 @@ BEST_FILE = "best.json"
 
 
 class CheckpointKeeper:
-    """The retention of one run's checkpoints.
+    """Deletes the old checkpoints of one run.
 
     Args:
         run_dir: the run's folder, for `best.json`.
         keep: number of newest checkpoints that stay.
-        metric: metric by which the best one stays, too; None for none.
+        metric: metric by which the best checkpoint stays, too; None for none.
         mode: `max` or `min`.
         root: folder or URL of the checkpoints.
     """
@@ -46,19 +46,20 @@ class CheckpointKeeper:
         self._queue.start()
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of an iteration, also of an iteration before a resume."""
+        """Record the metrics of an iteration, also of an iteration before the run was resumed."""
         if self._metric is not None and any(name.startswith("val-") for name in metrics):
             self._queue.put("a metric", self._validated, iteration, metrics.get(self._metric), sorted(metrics))
 
     def saved(self, version: int, rank: int, ranks: int) -> None:
-        """Note that a rank's part of a checkpoint is in the storage."""
+        """Record that a rank's part of a checkpoint has been stored; when all `ranks` have, the checkpoint is
+        complete."""
         self._parts[version].add(rank)
         if len(self._parts[version]) == ranks:
             del self._parts[version]
             self._queue.put("a checkpoint", self._saved, version)
 
     def forget_after(self, version: int) -> None:
-        """Forget checkpoints after `version`, from which the workers have begun: they are incomplete or damaged."""
+        """Forget all checkpoints after `version`, from which the workers have begun: they are incomplete or damaged."""
         self._parts.clear()
         self._queue.put("a start", self._forget_after, version)
 

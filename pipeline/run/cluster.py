@@ -1,4 +1,4 @@
-"""Ray for a driver: the cluster that `RAY_ADDRESS` names, as in `ray job submit`, else one on this machine."""
+"""Provides Ray for a driver: the cluster that `RAY_ADDRESS` names, as in `ray job submit`, else one on this machine."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ LOCAL_RAY = {
     # own.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Environment of a Ray that is started on this machine."""
+"""Environment variables of a Ray that is started on this machine."""
 
 
 HOOK = "worker_process_setup_hook"
@@ -46,9 +46,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
     """Join or start Ray; returns False if this process was using Ray already.
 
     Args:
-        num_cpus: CPUs of a Ray on this machine; None takes the machine's.
-        object_store_gb: GiB of its object store; None leaves it to Ray.
-        env_vars: environment of all workers, in addition to `ENV`.
+        num_cpus: number of CPUs of a Ray on this machine; None takes all of the machine.
+        object_store_gb: size of the object store of a Ray on this machine, in GiB; None leaves it to Ray.
+        env_vars: environment variables of all workers, in addition to `ENV`.
 
     Raises:
         ValueError: the cluster cannot be joined, or Ray cannot start with this environment.
@@ -86,9 +86,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
 
 
 def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` of absolute folders.
+    """Return the environment variables of all workers: `ENV` and `env_vars`, with absolute folders in `PYTHONPATH`.
 
-    Slipstream's source is the first of them, and the current folder the last.
+    Slipstream's source is the first of these folders, and the current folder the last.
     """
     env = ENV | {name: str(value) for name, value in env_vars.items()}
     # The workers run this source tree too, installed or not.
@@ -101,7 +101,7 @@ def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
 def release_placement_groups() -> None:
     """Remove this job's placement groups.
 
-    The groups of a killed Ray Train controller would hold their CPUs and GPUs to the end of the job: Ray Train's own
+    The groups of a killed Ray Train controller would hold their CPUs and GPUs until the end of the job: Ray Train's own
     cleaner needs the dashboard, which not every Ray has.
     """
     job = ray.get_runtime_context().get_job_id()

@@ -1,9 +1,9 @@
-"""The driver starts everything, in order, and returns how the run ended.
+"""The driver: starts all parts of a run in order, waits for the end, and returns how the run ended.
 
     check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► RunMonitor ─► summary
 
-Training runs in a thread; the main thread reads the run's events and the signals that stop it. The first one lets the
-current iteration end, saves and stops; the second one ends the run at once.
+Training runs in a thread; the main thread reads the run's events and the signals that stop it. At the first signal the
+current iteration ends and is saved, then the run stops; the second signal ends the run at once.
 """
 
 import itertools
@@ -51,12 +51,12 @@ from pipeline.upstream import apart
 
 @dataclass
 class RunResult:
-    """The end of a run: `finished`, `interrupted` or `failed`, and the reason for a failure."""
+    """How a run ended: `status` is `finished`, `interrupted` or `failed`; `error` is the reason for a failure."""
 
     status: str
     error: str | None = None
     ray_gone: bool = False
-    """True if Ray has ended before the run."""
+    """True if Ray ended before the run did."""
 
 
 def start_ray(config: Config) -> bool:
@@ -66,7 +66,7 @@ def start_ray(config: Config) -> bool:
 
 
 def what_remains(place: str) -> str:
-    """Describe how to continue a run that broke off; its checkpoints are in the folder or URL `place`."""
+    """Describe how to continue a run that was cut off; `place` is the folder or URL of its checkpoints."""
     try:
         saved = checkpoints.newest(place)
     except (OSError, ValueError) as error:
@@ -85,16 +85,17 @@ def run(
     policy: str | None = None,
     lost: Callable[[], str | None] = lambda: None,
 ) -> RunResult:
-    """Train as `config` defines; Ray is running and everything has been checked.
+    """Train as `config` defines. Ray must be running, and everything must have been checked.
 
     Args:
         config: the resolved configuration; also written to the run's folder.
-        plan: its plan, with the number of iterations.
-        tracker: takes the metrics; the caller starts and finishes it.
+        plan: plan of the run, with the number of iterations.
+        tracker: receives the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
-        kept: fingerprints of the files that it reads, for the run's folder.
-        policy: folder or URL of another run's checkpoint, whose weights a new run takes; None begins with the model.
-        lost: returns the reason if this process may not write into the run's folder any more.
+        kept: fingerprints of the files that the run reads, to be written to the run's folder.
+        policy: folder or URL of another run's checkpoint, from which a new run takes the weights; None begins with the
+            model.
+        lost: returns the reason if this process may not write into the run's folder any more, else None.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines

@@ -1,4 +1,4 @@
-"""The decision after a failure of train workers: a restart from the newest checkpoint, or the end of the run.
+"""Decides after a failure of train workers: restart from the newest checkpoint, or end the run.
 
 an error that a restart would repeat (`FinalError`, too many non-finite steps)               the run ends
 any error but a death, before the first iteration is trained: settings, model, start         the run ends
@@ -19,33 +19,33 @@ from pipeline.store.policy_store import PolicyStore
 
 ENDINGS = ("Error", "Exception", "Timeout", "Dead", "Died", "StaleAttempt", "Interrupt", "Exit")
 RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
-"""A traceback's last line: the exception's class and message."""
+"""Pattern of a traceback's last line: the exception's class and message."""
 GLOO = re.compile(r"\bgloo/transport/\w+/\w+\.\w+:\d+\]")
-"""The place of a failure in gloo's message; torch raises it as a plain `RuntimeError`."""
+"""Pattern of the source file and line in gloo's messages; torch raises them as a plain `RuntimeError`."""
 FINAL = {"FinalError", "FloatingPointError"}
-"""Classes of errors that a restart would repeat."""
+"""Names of error classes that a restart would repeat."""
 SECONDARY = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
-"""Errors that the other processes raise after one has died."""
+"""Names of errors that other processes raise because one has died."""
 DEATH = SECONDARY | {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("OwnerDiedError", "ObjectLostError", "ObjectReconstructionFailedError", "ObjectFetchTimedOutError"),
     *("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"),
 }
-"""The death of a process or a node, as its peers see it."""
+"""Names of errors that show the death of a process or a node."""
 
 
 class RunEnded(RuntimeError):
-    """Error that ends the run without a restart. The message is the reason that the user reads."""
+    """The run ends without a restart. The user reads the message as the reason."""
 
 
 class Restarts(UserCallback):
-    """The decisions about failures of the train workers, in Ray Train's controller.
+    """Decides about failures of the train workers, as a callback in Ray Train's controller.
 
     Ray Train restarts the workers unless `after_exception` raises.
 
     Args:
         store: the policy store.
-        max_failures: restarts without a checkpoint between them; -1 for any number.
+        max_failures: maximum number of restarts without a checkpoint between them; -1 for any number.
     """
 
     def __init__(self, store: StoreClient, max_failures: int):
@@ -54,12 +54,12 @@ class Restarts(UserCallback):
         self._trained = False
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """Take a complete report; one with a checkpoint clears the count of restarts."""
+        """Handle a report of all workers; one with a checkpoint resets the count of restarts."""
         if checkpoint is not None:
             self._in_a_row, self._trained = 0, True
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Decide on a restart, by the errors of the failed train workers by rank.
+        """Decide on a restart, from the errors of the failed train workers, given by rank.
 
         Raises:
             RunEnded: the workers must not be restarted.
@@ -84,7 +84,7 @@ class Restarts(UserCallback):
             self._store.ask(PolicyStore.report_failure, reason)
 
     def _has_trained(self) -> bool:
-        """Return whether an iteration has been trained since the workers began."""
+        """Return True if an iteration has been trained since the workers began."""
         try:
             status = self._store.ask(PolicyStore.status)
         except (ray.exceptions.RayActorError, TimeoutError):
@@ -93,7 +93,7 @@ class Restarts(UserCallback):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
+    """Yield an error and the chain of errors that caused it."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -105,8 +105,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def kinds(error: BaseException) -> set[str]:
     """Return the class names of an error and of the errors that caused it, base classes included.
 
-    Ray passes errors of other processes on as text. There the text before the message in a traceback's last line counts
-    as a class, and nothing else in a message does.
+    Ray reports errors of other processes as text. In such text the name before the message in a traceback's last line
+    counts as a class, and nothing else does. A message of gloo counts as the class `gloo`.
     """
     names: set[str] = set()
     for cause in causes(error):
@@ -122,7 +122,7 @@ def kinds(error: BaseException) -> set[str]:
 
 
 def describe_failure(rank: int, error: BaseException) -> str:
-    """Describe the failure of a rank."""
+    """Describe in a sentence how a train rank failed."""
     if (death := getattr(error, "health_check_failure", None)) is not None:
         # Ray lists names and numbers of the actor, a line each; the address is the useful one.
         lines = str(death).splitlines()
@@ -133,7 +133,8 @@ def describe_failure(rank: int, error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Describe an error without stacks: of the exceptions that Ray nests as text, the last that is not Ray's own."""
+    """Describe an error in a sentence without stacks: of the exceptions that Ray nests as text, the last that is not
+    Ray's own."""
     if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
         return str(ended)
     failures = getattr(error, "worker_failures", None)

@@ -1,4 +1,4 @@
-"""The files that decide a run's results, found by its settings: models, prompts, and the user's code.
+"""Finds the files that decide a run's results from its settings: models, prompts, and the user's code.
 
 | kind      | settings                                                                                        |
 |-----------|-------------------------------------------------------------------------------------------------|
@@ -33,11 +33,11 @@ MODELS = (
     *("scoring.reference.path", "reward.model.path"),
 )
 UNREAD = (".md", ".png", ".jpg", ".pdf", ".log")
-"""Endings of files in a model's folder that no code reads."""
+"""Suffixes of files in a model's folder that no code reads."""
 TEMPLATES = "additional_chat_templates"
-"""Folder with a tokenizer's further templates."""
+"""Name of the folder with a tokenizer's further templates."""
 CACHED = ("config.json", "tokenizer_config.json", "adapter_config.json")
-"""Files of a model on the Hub; at least one of them exists."""
+"""Names of files by which a model on the Hub is found in the cache; each model has at least one of them."""
 PLUGINS = ("data.sampler", "data.generator", "algorithm.adv_estimator", "actor.policy_loss.loss_mode")
 
 
@@ -56,7 +56,10 @@ def fingerprints(config: Config) -> Fingerprints:
 
 
 def model_marks(path: str) -> Marks:
-    """Compute the marks of a model's folder, or the commit of a model on the Hub; empty if it is in no cache."""
+    """Compute the marks (size and hash) of the files in a model's folder.
+
+    For a model on the Hub, the cached commit is the only mark; empty if it is in no cache.
+    """
     folder = Path(path)
     if not folder.is_dir():
         commit = _commit(path)
@@ -67,7 +70,7 @@ def model_marks(path: str) -> Marks:
 
 
 def prompt_marks(config: Config) -> dict[str, Marks]:
-    """Compute the marks of prompt files, or of the recorded rows of a replay, by setting."""
+    """Compute the marks (size and hash) of prompt files, or of the recorded rows of a replay, by setting."""
     data, found = config.data, {}
     for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if paths:
@@ -86,7 +89,8 @@ def prompt_marks(config: Config) -> dict[str, Marks]:
 
 
 def code_files(config: Config) -> Iterator[tuple[str, list[tuple[str, pafs.FileSystem, str]]]]:
-    """Yield the files of the user's code and the files that options name, by setting."""
+    """Yield (setting, files) for the user's code and for files that options name; a file is (name, file system,
+    path)."""
     path = modules.user_path(str(config.trainer.env_vars.get("PYTHONPATH", "")))
     for key, named in _named(config):
         found: list[tuple[str, Path]] = []
@@ -99,7 +103,7 @@ def code_files(config: Config) -> Iterator[tuple[str, list[tuple[str, pafs.FileS
 
 
 def _named(config: Config) -> Iterator[tuple[str, list[str]]]:
-    """Yield the Python files, modules and other files that settings of code name."""
+    """Yield (setting, names) for each setting that names code: Python files, modules and other files."""
     custom = config.reward.custom_reward_function.path
     rewards = {"reward.custom_reward_function.path": custom}
     rewards |= {f"reward.functions.{name}.path": one.get("path") for name, one in config.reward.functions.items()}
@@ -131,7 +135,10 @@ def _of_agent(agent: AgentConfig) -> dict[str, list[str]]:
 
 
 def _of_spec(spec: str | None) -> list[str]:
-    """List the files and modules in `file.py:Name`, `package.module:Name`, a YAML file or a server's command."""
+    """List the files and modules that a setting names.
+
+    A setting is `file.py:Name`, `package.module:Name`, a YAML file of tools, or the command of a server.
+    """
     if spec is None or spec.startswith(OPENENV):
         return []
     if spec.startswith(MCP):
@@ -150,7 +157,7 @@ def _of_spec(spec: str | None) -> list[str]:
 
 
 def _options(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the files that options of functions name, by setting."""
+    """Yield (setting, path) for each option of a function (`...kwargs`) that names an existing file."""
     for key, value in settings.items():
         if key.endswith("kwargs"):
             yield from ((name, text) for name, text in _texts(key, value) if os.path.isfile(text))
@@ -176,7 +183,7 @@ def _relative(paths: list[str]) -> list[str]:
 
 
 def _commit(name: str) -> str | None:
-    """Return the cached commit of a model on the Hub, if any."""
+    """Return the cached commit of a model on the Hub; None if it is in no cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 

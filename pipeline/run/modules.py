@@ -1,4 +1,5 @@
-"""The files of the user's code: the file or module in a setting, and its imports, found without running any of it.
+"""Finds the files of the user's code, without running any of it: a file or module that a setting names, and its
+imports.
 
 Imports are followed from file to file, in the folder of the named file and in the folders of the user's Python path.
 Installed packages and Slipstream itself are not followed. An installed module that a setting names is followed within
@@ -31,7 +32,7 @@ def user_path(*values: str) -> list[Path]:
 
 
 def files_of(named: str, path: Sequence[Path]) -> list[tuple[str, Path]]:
-    """List the files of a Python file or a dotted module and of all its imports, each with its name in its folder.
+    """List a Python file or dotted module and all that it imports, as (path relative to its root folder, file).
 
     Args:
         named: `/code/my_reward.py` or `package.module`.
@@ -52,7 +53,12 @@ def files_of(named: str, path: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def _closure(begin: list[tuple[Path, Path]], roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield files and their roots, starting with `begin`."""
+    """Yield (file, root folder) of `begin` and of all files that they import, directly or not, each file once.
+
+    Args:
+        begin: the first files, each with the folder from which it is imported.
+        roots: folders in which imports are looked up.
+    """
     waiting, seen = list(begin), set[Path]()
     while waiting:
         file, root = waiting.pop(0)
@@ -67,7 +73,7 @@ def _closure(begin: list[tuple[Path, Path]], roots: Sequence[Path]) -> Iterator[
 
 
 def _imports(file: Path, package: list[str]) -> Iterator[list[str]]:
-    """Yield the dotted names that a file imports; they may turn out to be names within a module."""
+    """Yield the dotted names that a file imports, split at the dots; the last part may be a name within a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
@@ -87,8 +93,14 @@ def _imports(file: Path, package: list[str]) -> Iterator[list[str]]:
 
 
 def _resolved(parts: list[str], roots: Sequence[Path], within: str | None = None) -> list[tuple[Path, Path]]:
-    """List the files that importing a dotted name runs (parent packages and the module), with the first root that has
-    one."""
+    """List the files that importing a dotted name runs: its parent packages and the module, each as (file, root
+    folder).
+
+    Args:
+        parts: the dotted name, split at the dots.
+        roots: folders in which the name is looked up; the first that has it counts.
+        within: name of the only package to look into; None for any.
+    """
     if not parts or (within is not None and parts[0] != within):
         return []
     for root in roots:
@@ -109,7 +121,7 @@ def _resolved(parts: list[str], roots: Sequence[Path], within: str | None = None
 
 
 def _modules(folder: Path, name: str) -> list[Path]:
-    """Find the module `name` in `folder`, Python or compiled."""
+    """Find the files of the module `name` in `folder`, Python or compiled."""
     if not name.isidentifier():
         return []
     if (module := folder / f"{name}.py").is_file():
@@ -118,7 +130,7 @@ def _modules(folder: Path, name: str) -> list[Path]:
 
 
 def _installation(top: str) -> Path | None:
-    """Return the folder of an installed package or module; None if it is not installed, or has no file."""
+    """Return the folder that contains an installed package or module; None if it is not installed, or has no file."""
     try:
         # The spec of a name without a dot is found without importing anything.
         spec = importlib.util.find_spec(top)
@@ -133,7 +145,7 @@ def _installation(top: str) -> Path | None:
 
 
 def _installed(folder: Path) -> bool:
-    """Return whether a folder holds installed packages or the standard library."""
+    """Return True if a folder contains installed packages or the standard library."""
     paths = sysconfig.get_paths()
     places = [*(paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")), *site.getsitepackages()]
     resolved = {Path(place).resolve() for place in [*places, site.getusersitepackages()]}

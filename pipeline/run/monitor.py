@@ -1,4 +1,4 @@
-"""The driver's watch over a run: it reads the policy store's events and makes one record per iteration of them.
+"""The driver's monitor of a run: reads the policy store's events and makes one record of metrics per iteration.
 
 The metrics of an iteration come from several processes: the train workers, the engines (when they loaded a version),
 the prompt stage, the validation stage. If the store dies and comes back empty, the driver repeats its request to stop,
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
     from pipeline.track.tracker import Tracker
 
 SAMPLES_EVERY = 10
-"""Iterations from one table of training samples to the next."""
+"""Number of iterations from one table of training samples to the next."""
 LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
-"""Metrics that count names without a metric of their own."""
+"""Metrics that count names (of reward parts, of tools) that have no metric of their own."""
 MISSING = "/missing_rate"
-"""Ending of the names of metrics that give the share of rows without a number of the reward."""
+"""Suffix of the metrics that give the fraction of rows in which a number of the reward is missing."""
 ROWS_FOR_NAMES = 64
-"""Number of rows in which such names are looked up."""
+"""Number of recorded rows that are read to find the names without a metric."""
 
 
 @dataclass
 class _Validation:
-    """The validation of one version."""
+    """The validation of one policy version."""
 
     responses: int
     parts: dict[str, ValidationScored] = field(default_factory=dict)
-    """Results by the first prompt of each: a task that Ray repeats reports its prompts again."""
+    """Results so far, by the uid of their first prompt: a task that Ray repeats reports its prompts again."""
     metrics: dict[str, float] | None = None
     """Metrics of the validation; None until all responses are scored."""
 
 
 @dataclass
 class _Loads:
-    """Sums over the engines that loaded weights for one iteration."""
+    """Metrics of the engines that have loaded weights for one iteration."""
 
     metrics: dict[str, float] = field(default_factory=lambda: {"rollout/engines_loaded": 0})
     idle_s: float = 0.0
@@ -87,16 +87,16 @@ class _Loads:
 
 
 class RunMonitor:
-    """The watch over one run.
+    """The monitor of one run.
 
     Args:
-        tracker: takes the records.
-        keeper: takes checkpoints, and the records by which it ranks them.
-        schedule: the versions to validate.
-        val_n: responses per validation prompt.
-        log_samples: rows of a table of samples.
-        log_traces: rows of an iteration, and of a validation, that MLflow gets as traces.
-        samples: function of `(split, iteration, count)` that returns so many recorded rows.
+        tracker: receives the records.
+        keeper: receives checkpoints, and the records by which it ranks them.
+        schedule: determines the versions to validate.
+        val_n: number of responses per validation prompt.
+        log_samples: number of rows in a table of samples.
+        log_traces: number of rows per iteration, and per validation, that are sent to MLflow as traces.
+        samples: function of `(split, iteration, count)` that returns `count` recorded rows.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RunMonitor:
         self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
         self._val_n, self._log_samples, self._log_traces, self._samples = val_n, log_samples, log_traces, samples
         self._records: dict[int, dict[str, float]] = {}
-        """Records of trained iterations: not logged yet, or the last one logged."""
+        """Records of trained iterations that are not logged yet, and the last logged one."""
         self._prompts: dict[int, dict[str, float]] = {}
         self._loads: dict[int, _Loads] = defaultdict(_Loads)
         self._validations: dict[int, _Validation] = {}
@@ -125,7 +125,7 @@ class RunMonitor:
         self.training = False
         """True if the train workers have begun, and have not failed since."""
         self.begun = False
-        """True if rows have been generated or trained; a stop then waits for the iteration."""
+        """True if rows have been generated or trained; a stop then waits for the end of the iteration."""
         self.ended: TrainingEnded | None = None
 
     def watch(
@@ -141,12 +141,12 @@ class RunMonitor:
         Args:
             store: handle of the policy store.
             training: the thread in which Ray Train runs.
-            deadlines: longest absence of the store (`store`) and of the train workers (`train_start`).
+            deadlines: maximum seconds without the store (`store`) and without train workers (`train_start`).
             clock: returns the time in seconds.
-            lost: returns the reason if the run must end here.
+            lost: returns the reason if the run must end at once, else None.
 
         Returns:
-            whether a signal requested a stop, and the reason why training cannot go on, if it has not ended.
+            (True if a signal requested a stop, the reason why training cannot go on or None).
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
@@ -250,7 +250,7 @@ class RunMonitor:
                     self._log(number)
 
     def _begin(self, version: int) -> None:
-        """Begin with `version`; later iterations are trained again."""
+        """Reset the state for workers that begin with `version`; later iterations are trained again."""
         if self._attempts:
             self._tracker.notice(
                 f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
@@ -292,7 +292,7 @@ class RunMonitor:
             self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
 
     def _tell_missing(self, metrics: dict[str, float]) -> None:
-        """Report each number of the reward that some rows lack, once."""
+        """Show a notice, once for each metric `.../missing_rate` above 0: some rows lack that number of the reward."""
         for name, share in metrics.items():
             if share and name.endswith(MISSING) and name not in self._missing_told:
                 self._missing_told.add(name)
@@ -334,7 +334,7 @@ class RunMonitor:
         return validation is not None or self._schedule.validates(version, version == self._schedule.iterations)
 
     def _log_complete(self) -> None:
-        """Log, in order, the complete records."""
+        """Log the records that are complete, in the order of their iterations."""
         for number in sorted(i for i in self._records if i > self._logged):
             if self._awaits_validation(number):
                 break

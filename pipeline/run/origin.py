@@ -1,7 +1,7 @@
-"""The origin of a run: its model, its own newest checkpoint, or the policy of another run.
+"""Determines what a run begins with: its model, its own newest checkpoint, or the policy of another run.
 
-It goes on only with the files that it began with (`fingerprints.json`), unless `trainer.accept_changed` names their
-kind.
+A run continues only with the files with which it began (`fingerprints.json`), unless `trainer.accept_changed` names
+their kind.
 """
 
 from dataclasses import dataclass, field
@@ -25,33 +25,33 @@ UNKNOWN = (
 
 @dataclass
 class Origin:
-    """The checkpoint, policy and files with which a run begins."""
+    """The checkpoint, the policy and the files with which a run begins."""
 
     exists: bool
-    """True if the folder holds this run."""
+    """True if the run's folder already holds this run."""
     own: Saved | None = None
-    """The run's newest checkpoint, from which it goes on."""
+    """The run's newest complete checkpoint, from which the run continues; None if there is none."""
     policy: Saved | None = None
-    """The checkpoint of another run, whose weights it takes."""
+    """The checkpoint of another run, from which the run takes the weights; None if there is none."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the user on checkpoints and files."""
+    """Notes for the user on checkpoints and files, each a sentence."""
     kept: Fingerprints | None = None
-    """Fingerprints of a run that goes on."""
+    """Fingerprints of a run that continues; None for a new run."""
 
     def fingerprints(self, config: Config) -> Fingerprints:
-        """Return the fingerprints that the run's folder keeps from now on."""
+        """Return the fingerprints to store in the run's folder from now on."""
         return self.kept or fingerprints(config)
 
 
 def origin(run_dir: Path, config: Config) -> Origin:
-    """Determine the origin of the run in `run_dir`; nothing is written.
+    """Determine what the run in `run_dir` begins with. Nothing is written.
 
     Args:
         run_dir: the run's folder, which need not exist.
         config: the settings; local paths are absolute.
 
     Raises:
-        ConfigError: the folder holds another run, its files have changed, or `trainer.resume` names no such policy.
+        ConfigError: the folder holds another run, its files have changed, or `trainer.resume` names no usable policy.
         ValueError, OSError: a checkpoint is damaged, or a file cannot be read.
     """
     made = Origin(resume.check_run_folder(run_dir, config, config.trainer.resume))
@@ -73,7 +73,7 @@ def origin(run_dir: Path, config: Config) -> Origin:
 
 
 def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
-    """Note the differences of a run without a checkpoint that begins again."""
+    """Add notes on what differs for a run without a checkpoint, which begins again."""
     known, resumed = load(str(run_dir)), load_yaml(run_dir / resume.CONFIG_FILE, Config).trainer.resume
     if changes := _listed(_changes(known, fingerprints(config))) if known else []:
         made.notes.append(f"the run has no checkpoint and begins again, with other files: {'; '.join(changes)}")
@@ -85,7 +85,11 @@ def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
 
 
 def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
-    """Compare the files of a run that goes on with the files at its beginning."""
+    """Compare the files of a run that continues with the files at its beginning; set `made.kept` and add notes.
+
+    Raises:
+        ConfigError: files have changed, and `trainer.accept_changed` does not name their kind.
+    """
     known = load(str(run_dir)) or load(own.place)
     if known is None:
         made.notes.append(UNKNOWN.format(place=run_dir))
@@ -122,7 +126,11 @@ def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
 
 
 def _begin_with(made: Origin, policy: Saved, config: Config) -> None:
-    """Note the parts that a new run takes from another run's checkpoint, and refuse weights of another base."""
+    """Add notes on what a new run takes from another run's checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint's weights belong to another base model.
+    """
     known = load(policy.place)
     if known is not None and "model" not in config.trainer.accept_changed:
         bases = {key: known.model[key] for key in resume.BASES if key in known.model and value_of(config, key)}

@@ -1,4 +1,4 @@
-"""Standard output and standard error that survive the end of their reader while a command runs.
+"""Makes standard output and standard error survive the loss of their reader while a command runs.
 
 The reader of a pipe ends (`| tee` at Ctrl-C, `| head`), a terminal closes, the disk of a redirected log fills up: an
 error of such a write would end a run of days. Text that cannot be written is dropped. `console.log` in a run's folder
@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
-"""Errors after which no later write can succeed; after any other one, such as a full disk, it may."""
+"""Values of `errno` after which no later write can succeed; after other errors, such as a full disk, it may."""
 
 
 class Lasting:
-    """A text stream that drops the text that its file does not take; all else is the stream's own."""
+    """A text stream that drops text that cannot be written; in all else it behaves like the wrapped stream."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self.problem: str | None = None
-        """Reason for missing lines in a file that still exists."""
+        """Error message if lines are missing although the file still exists; else None."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -38,8 +38,7 @@ class Lasting:
         self._try(self._stream.flush)
 
     def close_quietly(self) -> None:
-        """Write the remaining text; drop text that cannot be written, which would change the interpreter's exit
-        code."""
+        """Flush the stream. Text that cannot be written is dropped, as it would change the interpreter's exit code."""
         self.flush()
         if self.problem is not None:
             self._let_go()
@@ -54,7 +53,7 @@ class Lasting:
                 self.problem = error.strerror or str(error)
 
     def _let_go(self) -> None:
-        """Send all later output to the null device: the rest of the stream's buffer, and the output of other code."""
+        """Redirect the stream's descriptor to the null device, for buffered text and for later output of any code."""
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Batch systems warn with one of the last two before they kill."""
+"""The signals that stop a command. Batch systems warn with SIGUSR1 or SIGUSR2 before they kill."""
 TOGETHER_S = 2.0
-"""Signals within so many seconds are one request: `timeout` sends TERM to its child and to the child's group, and a
+"""Signals within this many seconds are one request: `timeout` sends TERM to its child and to the child's group, and a
 terminal that closes sends HUP from the kernel and from the shell."""
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C stopped."""
@@ -18,13 +18,13 @@ INTERRUPTED = 130
 
 @contextmanager
 def stops() -> Iterator[list[int]]:
-    """Raise `KeyboardInterrupt` in the main thread at each signal of `STOPS` while the block runs, as Ctrl-C does.
+    """Raise `KeyboardInterrupt` in the main thread at each signal of `STOPS` while the block runs, as for Ctrl-C.
 
-    A run ends its iteration at the first one and saves; a second one ends it at once. A signal that is ignored when the
-    block is entered stays ignored (`nohup`, a script's `&`), and so does a handler of other code.
+    At the first signal a run ends its iteration and saves; a second one ends the run at once. A signal that is ignored
+    when the block is entered stays ignored (`nohup`, a script's `&`), and so does a handler of other code.
 
     Yields:
-        the signals that came, in order.
+        The numbers of the signals that came, in order; the list grows.
     """
     received: list[int] = []
     before: dict[signal.Signals, object] = {}
@@ -50,6 +50,6 @@ def stops() -> Iterator[list[int]]:
 
 
 def exit_code(code: int, received: list[int]) -> int:
-    """Return the exit code of a command that would end with `code`: 128 plus the signal's number if one
-    interrupted it."""
+    """Return the exit code of a command that would end with `code`: if a signal interrupted it, 128 plus the signal's
+    number."""
     return 128 + received[0] if code == INTERRUPTED and received else code

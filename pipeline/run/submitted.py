@@ -6,17 +6,17 @@ from pathlib import Path
 from pipeline.config import ConfigError
 
 PACKAGES = ("runtime_resources", "working_dir_files")
-"""Nested folders in which each node of a cluster keeps its copies of the upload of `--working-dir`."""
+"""Names of the nested folders in which each node of a cluster keeps its copies of the upload of `--working-dir`."""
 
 
 def joined() -> str | None:
-    """Return the address in `RAY_ADDRESS`; None for a Ray on this machine."""
+    """Return the address in `RAY_ADDRESS`; None if Ray is to run on this machine."""
     address = os.environ.get("RAY_ADDRESS", "").strip()
     return None if address in ("", "local") else address
 
 
 def check_address() -> None:
-    """Refuse a `RAY_ADDRESS` that no driver can join.
+    """Check that a driver can join the address in `RAY_ADDRESS`.
 
     Raises:
         ConfigError: it is the address of a job server or of a Ray Client server.
@@ -35,15 +35,15 @@ def check_address() -> None:
 
 
 def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
-    """Refuse an address or a folder that cannot work on a cluster.
+    """Check that address and folder can work on a cluster.
 
     Args:
         folder: absolute folder that the run writes.
-        key: the setting of that folder.
+        key: the setting that names the folder.
 
     Raises:
-        ConfigError: `RAY_ADDRESS` is not an address that a driver can join, or the folder lies in a copy of the working
-            directory, which no other node sees and which Ray deletes.
+        ConfigError: `RAY_ADDRESS` is not an address that a driver can join, or the folder is in a copy of the working
+            directory, which other nodes do not see and which Ray deletes.
     """
     check_address()
     if PACKAGES in zip(folder.parts, folder.parts[1:], strict=False):

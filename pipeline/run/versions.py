@@ -1,4 +1,4 @@
-"""The one set of versions this code was tested with, checked by package metadata before anything heavy is imported.
+"""The one set of package versions with which this code was tested; checked from metadata before any heavy import.
 
 Engine, trainer and stream rely on behaviour that other versions change silently.
 """
@@ -19,20 +19,22 @@ TESTED = {
     ("mlflow",): "==3.17.2",
     ("math-verify",): "==0.9.0",
 }
-"""Distributions (any one of the names) and the versions that fit."""
+"""Allowed versions, by the names of the distribution; one of the names must be installed."""
 
 REMEDY = "install the tested set with `make setup`"
 
 
 class VersionError(RuntimeError):
-    """Error of a package that is missing or has an untested version."""
+    """A package is missing or has an untested version."""
 
 
 def check_versions() -> dict[str, str]:
-    """Return the versions of the tested packages and of Python, by name; local parts such as `+cpu` do not count.
+    """Check the versions of the tested packages and of Python, and return them by name.
+
+    Local parts of versions, such as `+cpu`, do not count.
 
     Raises:
-        VersionError: the first package that does not fit, with the version found and the one expected.
+        VersionError: a package does not fit; the message has the version found and the one expected.
     """
     python = ".".join(str(part) for part in sys.version_info[:3])
     if Version(python) not in SpecifierSet(PYTHON):

@@ -1,4 +1,4 @@
-"""The watchdog reports the current waits of a run if nothing has moved for a minute."""
+"""The watchdog: reports what a run waits for if nothing has happened for a minute."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from pipeline.store.status import StoreStatus
 
 
 class Watchdog:
-    """Reports after `quiet_s` seconds without progress, then after twice, four times, ... as long.
+    """Reports after `quiet_s` seconds without progress, then again each time the silence has doubled.
 
     Args:
         clock: returns the time in seconds.
-        quiet_s: the first silence that is reported, in seconds.
+        quiet_s: seconds without progress until the first report.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, quiet_s: float = 60.0):
@@ -19,11 +19,11 @@ class Watchdog:
         self.moved()
 
     def moved(self) -> None:
-        """Note that an event came."""
+        """Record that an event came."""
         self._moved_at, self._next_s = self._clock(), self._quiet_s
 
     def look(self, status: StoreStatus) -> str | None:
-        """Return the sentence to show now, if any; the last heartbeat in `status` counts as progress."""
+        """Return the report to show now, or None. The last heartbeat in `status` counts as progress."""
         now = self._clock()
         self._moved_at = max(self._moved_at, now - status.alive_s)
         silent = now - self._moved_at

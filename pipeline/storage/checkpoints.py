@@ -1,12 +1,12 @@
-"""The checkpoints of a run as files, without torch or Ray: which are whole, which is the newest, which are kept.
+"""The files of a run's checkpoints, without torch or Ray: which are complete, which is the newest, which are kept.
 
     runs/NAME/checkpoints/iteration_000020/   shards of all ranks, progress.json, complete_0 ... complete_{ranks - 1}
 
 With `trainer.storage_path` they are in `STORAGE_PATH/NAME/checkpoints`. Each rank copies its files and then
-`complete_RANK`, which lists them (`manifest.py`). A checkpoint is whole if all of these files are there
+`complete_RANK`, which lists them (`manifest.py`). A checkpoint is whole (complete) if all `complete_RANK` exist
 (`progress.json` has the number of ranks). An incomplete checkpoint is never read, and is deleted as soon as the next
-one is whole. A checkpoint whose files have changed since is damaged: the one before it is taken, and it is kept as
-`iteration_NNNNNN.damaged`.
+one is whole. A checkpoint with files that have changed since is damaged: the run goes on from the one before, and the
+damaged one is kept as `iteration_NNNNNN.damaged`.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ PROGRESS = "progress.json"
 NAME = re.compile(r"iteration_(?a:\d{6}|[1-9]\d{6,})")
 """Pattern of the names that `folder_name` makes."""
 LIST = "checkpoint_manager_snapshot.json"
-"""Ray Train's own list of checkpoints."""
+"""Name of Ray Train's own list of checkpoints."""
 
 
 def root(trainer: "TrainerConfig", run_dir: str | Path) -> str:
-    """Return the folder or URL that holds the run's folder `checkpoints`."""
+    """Return the folder or URL that contains the run's folder `checkpoints`."""
     if trainer.storage_path is None:
         return str(run_dir)
     return f"{trainer.storage_path.rstrip('/')}/{trainer.experiment_name}"
@@ -46,12 +46,12 @@ def folder_name(iteration: int) -> str:
 
 
 def complete_name(rank: int) -> str:
-    """Return the name of the last file that a rank writes."""
+    """Return the name of the last file that a rank writes into a checkpoint; it marks the rank's part as complete."""
     return f"complete_{rank}"
 
 
 class Damaged(ValueError):
-    """Error of a checkpoint that differs from what was written. The message names the checkpoint and the file.
+    """A checkpoint differs from what was written. The message names the checkpoint and the file.
 
     Args:
         place: folder or URL of the checkpoint.
@@ -68,7 +68,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint."""
+    """A whole (complete) checkpoint."""
 
     iteration: int
     place: str
@@ -79,7 +79,7 @@ class Saved:
 
 
 def read(place: str) -> Saved | None:
-    """Read the checkpoint in the folder or URL `place`; None if there is none, or not all of it.
+    """Read the description of the checkpoint in the folder or URL `place`; None if there is none, or it is incomplete.
 
     Raises:
         OSError: the storage does not answer.
@@ -116,7 +116,7 @@ def _content(filesystem: pafs.FileSystem, path: str) -> str:
 
 
 def iterations(run_dir: str) -> list[int]:
-    """Return the iterations of all checkpoints in `run_dir`, whole or not, in order."""
+    """Return the iterations of all checkpoints in `run_dir`, complete or not, in ascending order."""
     filesystem, root = filesystem_of(run_dir)
     selector = pafs.FileSelector(f"{root}/{FOLDER}", allow_not_found=True)
     names = [info.base_name for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.Directory]
@@ -125,16 +125,16 @@ def iterations(run_dir: str) -> list[int]:
 
 
 def places(run_dir: str) -> list[str]:
-    """Return the folders or URLs of all checkpoints in `run_dir`, whole or not, the newest first."""
+    """Return the folders or URLs of all checkpoints in `run_dir`, complete or not, the newest first."""
     return [f"{run_dir}/{FOLDER}/{folder_name(iteration)}" for iteration in reversed(iterations(run_dir))]
 
 
 def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Saved | None:
-    """Return the newest whole checkpoint in `run_dir`, a folder or URL; None without one.
+    """Return the newest complete checkpoint of a run; None if there is none.
 
     Args:
         run_dir: the run's folder or URL.
-        say: takes a sentence for each later checkpoint that is damaged.
+        say: function that gets a sentence for each newer checkpoint that is damaged.
 
     Raises:
         OSError: the storage does not answer.
@@ -157,7 +157,7 @@ def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Save
 
 
 def none_is_whole(problems: list[Damaged]) -> str:
-    """Format the error message for a run whose checkpoints are all damaged, with these `problems`."""
+    """Format the error message for a run with only damaged checkpoints."""
     return (
         f"{'; '.join(map(str, problems))}. No earlier checkpoint is complete; put back the files, or delete the "
         "damaged checkpoint to begin again"
@@ -165,13 +165,14 @@ def none_is_whole(problems: list[Damaged]) -> str:
 
 
 def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
-    """Return the checkpoint that `trainer.resume=PLACE` names: in a checkpoint's folder, or the newest in a run's
-    folder.
+    """Return the checkpoint that `trainer.resume=PLACE` names.
 
-    `say` takes a sentence for each checkpoint of a run that is damaged.
+    Args:
+        place: folder or URL of a checkpoint, or of a run, whose newest complete checkpoint is taken.
+        say: function that gets a sentence for each newer checkpoint of the run that is damaged.
 
     Raises:
-        ValueError: the place has no whole checkpoint.
+        ValueError: a complete checkpoint does not exist there.
     """
     place = place.rstrip("/")
     found = read(place) or newest(place, say)
@@ -184,7 +185,7 @@ def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
 
 
 def set_aside(place: str) -> str:
-    """Rename a damaged checkpoint, so that its place is free and nothing deletes it; returns the new place.
+    """Rename a damaged checkpoint, so that its name is free and nothing deletes it; returns the new folder or URL.
 
     Raises OSError if the storage cannot rename it.
     """
@@ -198,13 +199,16 @@ def set_aside(place: str) -> str:
 
 
 def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> list[int]:
-    """Delete old and incomplete checkpoints up to iteration `last`, but no damaged ones; returns their iterations.
+    """Delete old and incomplete checkpoints up to iteration `last`, but no damaged ones.
 
     Args:
         run_dir: the run's folder or URL.
-        last: the newest checkpoint that is known to be whole.
-        keep: number of newest whole checkpoints that stay.
-        spare: iterations whose checkpoints stay at any age.
+        last: iteration of the newest checkpoint that is known to be complete.
+        keep: number of newest complete checkpoints that stay.
+        spare: iterations of checkpoints that stay at any age.
+
+    Returns:
+        The iterations of the deleted checkpoints.
     """
     whole, incomplete = list[int](), list[int]()
     for number in iterations(run_dir):
@@ -219,7 +223,7 @@ def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> l
 
 
 def delete(place: str) -> None:
-    """Delete a checkpoint or its remains. If the deletion is interrupted, the checkpoint is not whole.
+    """Delete a checkpoint or its remains. An interrupted deletion leaves an incomplete checkpoint.
 
     Raises OSError if the storage cannot delete it.
     """

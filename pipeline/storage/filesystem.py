@@ -1,4 +1,4 @@
-"""The storage of a run's files: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`,
+"""Access to the storage of a run's files: a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`,
 ...)."""
 
 import errno
@@ -9,16 +9,16 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
-"""Schemes of URLs that pyarrow itself knows."""
+"""Schemes of URLs that pyarrow itself supports."""
 
 
 STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
-"""Errors that seldom pass without help: disk full, over the quota, read-only, forbidden, a file in place of a
-folder."""
+"""Values of `errno` for errors that waiting seldom resolves: disk full, over the quota, read-only, forbidden, a file in
+place of a folder."""
 
 
 def check_scheme(place: str) -> None:
-    """Refuse a URL of an unknown file system, without a connection.
+    """Check, without a connection, that the file system of a URL is known.
 
     Raises:
         ValueError: neither pyarrow nor fsspec knows it, or fsspec lacks the package for it.
@@ -32,7 +32,7 @@ def check_scheme(place: str) -> None:
 
 
 def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
-    """Return the file system of a folder or URL, and the path in it.
+    """Return (file system, path in it) of a folder or URL.
 
     Raises:
         ValueError: neither pyarrow nor fsspec knows the file system of the URL.
@@ -51,7 +51,7 @@ def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
 
 
 def move_folder(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename a folder; on a storage that cannot, copy and delete it. Raises OSError if both fail."""
+    """Rename a folder; on a storage that cannot rename, copy it and delete the old one. Raises OSError if both fail."""
     try:
         filesystem.move(source, target)
     except (OSError, NotImplementedError):

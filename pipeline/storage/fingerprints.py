@@ -1,9 +1,10 @@
-"""Fingerprints: size and hash of each file that a run reads. A start compares them to detect changed files.
+"""Fingerprints: the size and hash of each file that a run reads. A start compares them to detect changed files.
 
     runs/NAME/fingerprints.json    model, prompts or code -> setting -> file -> mark
 
-Each checkpoint has a copy. Names are relative to the folder that a setting names, so that files may move together. A
-few MiB of a large file are read: both ends, the header of safetensors, and blocks between them.
+The size and hash of one file are its mark. Each checkpoint has a copy of the fingerprints. Names are relative to the
+folder that a setting names, so that files may move together. Of a large file only a few MiB are read: both ends, the
+header of safetensors, and blocks between them.
 """
 
 import hashlib
@@ -23,17 +24,17 @@ from pipeline.storage.filesystem import filesystem_of
 
 FILE = "fingerprints.json"
 COMMIT = "commit"
-"""Key in place of a file's name for a model on the Hub."""
+"""Key, instead of a file's name, for the commit of a model on the Hub."""
 END, BLOCK, BLOCKS = 2**20, 2**16, 16
-"""Bytes that are read of each end of a file and of each block between them, and the number of blocks."""
+"""Number of bytes that are read at each end of a file and in each block between them, and the number of blocks."""
 HEADER = 2**27
-"""Longest header of a safetensors file (bytes)."""
+"""Maximum length of a safetensors file's header, in bytes."""
 READERS = 16
 SHOWN = 6
-"""Largest number of files that a sentence names."""
+"""Maximum number of changed files that a message lists per setting."""
 
 Marks = dict[str, str]
-"""Marks of the files that one setting names, by file name."""
+"""Marks (size and hash) of the files that one setting names, by file name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Fingerprints:
 
     model: dict[str, Marks] = field(default_factory=dict)
     prompts: dict[str, Marks] = field(default_factory=dict)
-    """Marks in the order in which the files are read."""
+    """Marks in the order in which the files are read, since it decides the order of prompts."""
     code: dict[str, Marks] = field(default_factory=dict)
     began: str = ""
     """Time at which the run began."""
@@ -51,7 +52,7 @@ class Fingerprints:
 
     @property
     def history(self) -> str:
-        """The allowed changes, as text."""
+        """The allowed changes, as one line of text; "" if there were none."""
         return "; ".join(
             f"since iteration {entry['behind_iteration'] + 1}: "
             + ", ".join(f"{setting} ({text})" for setting, text in entry["changed"].items())
@@ -59,20 +60,20 @@ class Fingerprints:
         )
 
     def of(self, kind: str) -> dict[str, Marks]:
-        """Return the marks of one kind of `FILES`, by setting."""
+        """Return the marks of one kind (an entry of `FILES`), by setting."""
         return getattr(self, kind)
 
     def compares(self, key: str) -> bool:
-        """Return whether the marks of the setting `key` cover all its files (models and prompts)."""
+        """Return True if the marks for the setting `key` cover all its files, as they do for models and prompts."""
         return key in self.model or key in self.prompts
 
     def covers(self, key: str) -> bool:
-        """Return whether the files that the setting `key` names have marks."""
+        """Return True if there are marks for files that the setting `key` names, or settings below it."""
         names = [name for kind in FILES for name in self.of(kind)]
         return any(name == key or name.startswith(f"{key}.") for name in names)
 
     def changes(self, now: "Fingerprints", kind: str) -> dict[str, str]:
-        """Describe by setting how its files differ `now`; settings without a mark here are left out.
+        """Describe, by setting, how the files of one kind differ in `now`; settings without marks here are left out.
 
         A model that was read from the Hub, and is in no cache now, cannot be compared.
         """
@@ -86,8 +87,13 @@ class Fingerprints:
         return changed
 
     def continued(self, now: "Fingerprints", iteration: int, changed: dict[str, str]) -> "Fingerprints":
-        """Return the fingerprints of a run that goes on with the files of `now` after `iteration`; `changed` goes on
-        record."""
+        """Return the fingerprints of a run that continues with the files of `now`.
+
+        Args:
+            now: fingerprints of the files as they are now.
+            iteration: last iteration before the run continues.
+            changed: description of the changes, by setting, which is recorded if there are any.
+        """
         accepted = list(self.accepted)
         if changed:
             accepted.append({"at": stamp(), "behind_iteration": iteration, "changed": changed})
@@ -105,12 +111,12 @@ class Fingerprints:
 
 
 def stamp() -> str:
-    """Format the time for the record."""
+    """Return the local date and time as text, for the record."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 
 def load(place: str) -> Fingerprints | None:
-    """Load the fingerprints in the folder or URL of a run or a checkpoint; None if it has none.
+    """Load the fingerprints in the folder or URL of a run or a checkpoint; None if there are none.
 
     Raises:
         ValueError: the file is damaged.
@@ -130,7 +136,7 @@ def load(place: str) -> Fingerprints | None:
 
 
 def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
-    """Compute the marks of files, each given as its name, its file system and its path there.
+    """Compute the marks of files, each given as (name, file system, path).
 
     Raises:
         OSError: a file cannot be read.
@@ -149,7 +155,7 @@ def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
 
 
 def mark(filesystem: pafs.FileSystem, path: str) -> str:
-    """Compute the mark of a file: its size and hash."""
+    """Compute the mark of a file: "SIZE bytes HASH". Of a large file only parts are hashed."""
     try:
         with filesystem.open_input_file(path) as file:
             size = file.size()
@@ -163,7 +169,7 @@ def mark(filesystem: pafs.FileSystem, path: str) -> str:
 
 
 def _parts(file: pa.NativeFile, size: int, is_tensors: bool, filesystem: pafs.FileSystem) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each part that is read; the whole file if it is small."""
+    """Yield (start, length), in bytes, of each part of a file that is hashed; the whole file if it is small."""
     first = END
     if is_tensors and size >= 8:
         length = int.from_bytes(file.read(8), "little")
@@ -180,7 +186,13 @@ def _parts(file: pa.NativeFile, size: int, is_tensors: bool, filesystem: pafs.Fi
 
 
 def _differences(was: Mapping[str, str], now: Mapping[str, str], ordered: bool) -> Iterator[str]:
-    """Describe how files differ. With `ordered` their order counts, and their names do not."""
+    """Yield a clause for each difference between two sets of marks.
+
+    Args:
+        was: earlier marks by file name.
+        now: present marks by file name.
+        ordered: true if the order of the files counts, and their names do not.
+    """
     if (list(was.values()) == list(now.values())) if ordered else (was == now):
         return
     for name in [*was, *(name for name in now if name not in was)]:

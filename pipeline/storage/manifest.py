@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: length and checksum of each file. A rank writes its manifest into `complete_RANK`.
 
-Every reader compares lengths, since one listing has them all. The process that loads the files compares checksums
-before it loads anything. A mark without content is of an earlier version, which listed no files. The settings in
-`config.yaml` are not listed, because users may change them.
+Every reader compares lengths, since one listing of the folder has them all. Only the process that loads the files
+compares checksums, before it loads anything. A `complete_RANK` without content is from an earlier version, which wrote
+no manifest. The settings in `config.yaml` are not in it, because users may change them.
 """
 
 import json
@@ -13,19 +13,19 @@ from pathlib import Path
 import pyarrow.fs as pafs
 
 Manifest = Mapping[str, tuple[int, int]]
-"""Bytes and CRC-32 of files, by name."""
+"""(Length in bytes, CRC-32) of files, by name."""
 
 PIECE = 2**20
 
 
 def listed(folder: Path) -> str:
-    """Return the manifest of the files in `folder`, as text."""
+    """Make the manifest of the files in `folder`, as text."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".yaml"]
     return json.dumps({path.name: (path.stat().st_size, _checksum(path)) for path in files})
 
 
 def parse(text: str) -> Manifest:
-    """Parse the text of `listed`; an empty text gives an empty manifest. Raises ValueError for other text."""
+    """Parse a manifest that `listed` made; an empty text gives an empty manifest. Raises ValueError for other text."""
     try:
         return {str(name): (int(size), int(checksum)) for name, (size, checksum) in json.loads(text or "{}").items()}
     except (ValueError, TypeError, AttributeError) as error:
@@ -33,7 +33,7 @@ def parse(text: str) -> Manifest:
 
 
 def wrong_length(filesystem: pafs.FileSystem, path: str, manifest: Manifest) -> str | None:
-    """Describe the first file of the folder `path` that is missing or of another length; None if all fit.
+    """Describe the first file in the folder `path` that is missing or of another length; None if all are right.
 
     Raises OSError if the storage does not answer.
     """
@@ -48,9 +48,15 @@ def wrong_length(filesystem: pafs.FileSystem, path: str, manifest: Manifest) -> 
 
 
 def wrong_content(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> str | None:
-    """Describe the first file in `folder` whose content differs from its checksum; None if all fit.
+    """Describe the first file in `folder` whose content differs from its checksum; None if all are right.
 
-    It reads only part number `part` of `parts` equal parts of the files. Raises OSError if one cannot be read.
+    Args:
+        folder: the folder.
+        manifest: manifest of the files.
+        part, parts: check only share number `part`, from 0, of `parts` equal shares of the files.
+
+    Raises:
+        OSError: a file cannot be read.
     """
     for name, (_, checksum) in sorted(manifest.items())[part::parts]:
         if _checksum(folder / name) != checksum:

@@ -1,4 +1,4 @@
-"""The comparison of settings that name files: two values may name the same files after a move, or through a link."""
+"""Comparison of settings that name files: two values may name the same files after a move, or through a link."""
 
 import os
 from glob import glob
@@ -9,7 +9,7 @@ from pipeline.imports import split
 
 
 def names(value: Any) -> Any:
-    """Reduce the absolute paths in a value to their last part, with the text after a colon."""
+    """Replace the absolute paths in a value by their last part (file name, and the text after a colon)."""
     if isinstance(value, dict):
         return {key: names(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -18,13 +18,13 @@ def names(value: Any) -> Any:
 
 
 def same(old: Any, new: Any, compared: bool) -> bool:
-    """Return whether two values differ only in the places of files.
+    """Return True if two values are equal except for the folders of the files that they name.
 
     Args:
-        old: the value that a run began with.
+        old: the value with which a run began.
         new: the value now; both name local files by absolute paths.
-        compared: whether fingerprints compare the contents of these files. If not, the files count as moved if nothing
-            is in the old place any more, and a file of the same name is in the new one.
+        compared: true if fingerprints compare the contents of these files. If not, the files count as moved only if the
+            old path no longer exists, and the new path does.
     """
     if names(old) != names(new):
         return False
@@ -60,5 +60,5 @@ def _name(word: str) -> str:
 
 
 def _there(path: str) -> bool:
-    """Return whether a file or folder exists, or a glob matches one."""
+    """Return True if a path exists, or if, as a glob, it matches a file."""
     return os.path.exists(path) or bool(glob(path))

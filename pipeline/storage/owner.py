@@ -1,4 +1,4 @@
-"""The one owner of a folder that a command writes: a file with its process and a heartbeat.
+"""A lock on a folder that a command writes: a file that names the owning process and has a heartbeat.
 
     nothing there                          it is created, exclusively                    this process owns the folder
     owner lives on this machine, or its
@@ -35,40 +35,41 @@ if TYPE_CHECKING:
     from pipeline.config.trainer import TrainerConfig
 
 FILE = "owner.json"
-"""Name of the file in a run's folder; names of its temporary files begin with it."""
+"""Name of the lock file in a run's folder; names of its temporary files begin with this name."""
 BEAT_S, DEAD_S, POLL_S, SETTLE_S = 10.0, 60.0, 1.0, 2.0
-"""Seconds: between heartbeats, until a silent owner counts as dead, between two looks, and for an object store."""
+"""Seconds: between heartbeats; without a heartbeat until an owner counts as dead; between two looks at another's file;
+and, on an object store, from writing a file to checking who won."""
 
 log = logging.getLogger(__name__)
 
 
 class Owned(ValueError):
-    """Error of a folder that has another owner. The message names the owner and a remedy."""
+    """The folder has another owner. The message names the owner and a remedy."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, and its number of heartbeats."""
+    """The content of a lock file: a process, and its number of heartbeats so far."""
 
     host: str
     machine: str
-    """Boot and process namespace in which `pid` is valid; empty if the system does not show them."""
+    """Id of the boot and of the process namespace in which `pid` is valid; "" if the system does not show them."""
     pid: int
     started: str
-    """Start of the process, in ticks since the boot: a later process may get the same number."""
+    """Start of the process, in clock ticks since the boot: a later process may get the same `pid`."""
     since: str
     token: str
     beat: int = 0
 
     @classmethod
     def here(cls) -> "Owner":
-        """Return the owner for this process."""
+        """Describe this process as an owner."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "", since, uuid.uuid4().hex)
 
     @classmethod
     def read(cls, text: str) -> "Owner | None":
-        """Parse the owner in a file; None for an incomplete file, or a file of another program."""
+        """Parse the content of a lock file; None if it is incomplete, or from another program."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             owner = cls(**json.loads(text))
             texts = (owner.host, owner.machine, owner.started, owner.since, owner.token)
@@ -77,7 +78,7 @@ class Owner:
         return None
 
     def alive(self) -> bool | None:
-        """Return True if the process lives; None if this machine cannot see it."""
+        """Return whether the process is running; None if that cannot be seen from this machine."""
         here = (socket.gethostname(), _machine())
         if not self.machine or not self.started or (self.host, self.machine) != here:
             return None
@@ -89,11 +90,11 @@ class Owner:
 
 
 class Lock:
-    """File that makes this process the owner of a folder.
+    """The lock file that makes this process the owner of a folder.
 
     Args:
         place: path or URL of the file.
-        what: name of the owned folder in sentences, such as "the run in runs/a".
+        what: name of the owned folder for messages, such as "the run in runs/a".
     """
 
     def __init__(self, place: str, what: str):
@@ -107,10 +108,13 @@ class Lock:
         """Reason why this process lost the ownership; None while it has it."""
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Become the owner; `say` takes a sentence if this needs a wait.
+        """Become the owner.
+
+        Args:
+            say: function that gets a sentence if this process must wait, or takes over from a dead owner.
 
         Raises:
-            Owned: another owner lives.
+            Owned: another owner is alive.
             OSError: the file cannot be written.
         """
         try:
@@ -127,7 +131,7 @@ class Lock:
         self._thread.start()
 
     def release(self) -> None:
-        """Remove the file, unless another process owns it now, and the empty folders that were made for it."""
+        """Remove the lock file, unless another process owns it now, and the empty folders that were made for it."""
         self._ended.set()
         self._thread.join(BEAT_S)
         try:
@@ -154,7 +158,10 @@ class Lock:
                 self._files.delete(following)
 
     def _dead(self, path: str, say: Callable[[str], None]) -> str | None:
-        """Read the file of a dead owner; None if the file is gone. Raises Owned if the owner lives."""
+        """Return the content of the lock file of a dead owner; None if the file no longer exists.
+
+        Waits up to `DEAD_S` if it cannot be seen whether the owner is running. Raises Owned if the owner is alive.
+        """
         first = self._files.read(path)
         if first is None:
             return None
@@ -181,7 +188,7 @@ class Lock:
         return first
 
     def _beat(self) -> None:
-        """Renew the file until it is released or lost."""
+        """Write heartbeats to the lock file until it is released or another process owns it."""
         beaten, failing = self._me, False
         while not self._ended.wait(BEAT_S):
             try:
@@ -211,7 +218,7 @@ class Lock:
 
 
 def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
-    """Return the locks of a run: in its folder, and in the storage of its checkpoints if that is elsewhere."""
+    """Return the locks of a run: in its folder and, if its checkpoints are stored elsewhere, in that folder, too."""
     folders: dict[tuple[bool, str], str] = {}
     for place in (str(run_dir), root(trainer, run_dir)):
         filesystem, path = filesystem_of(place)
@@ -221,16 +228,20 @@ def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
 
 
 def of_folder(folder: Path) -> Lock:
-    """Return the lock of a folder that a command fills; its file lies next to the folder."""
+    """Return the lock of a folder that a command fills. The lock file is next to the folder, not in it."""
     folder = Path(os.path.realpath(folder))
     return Lock(f"{folder.parent}/.{folder.name}.{FILE}", f"the folder {folder}")
 
 
 @contextlib.contextmanager
 def owned(locks: list[Lock], say: Callable[[str], None]) -> Iterator[Callable[[], str | None]]:
-    """Hold the locks while the block runs; yields a function that returns the reason if this process has lost one.
+    """Hold the locks while the block runs.
 
-    Raises as `Lock.acquire`.
+    Yields:
+        A function that returns the reason if this process has lost one of the locks, else None.
+
+    Raises:
+        Owned, OSError: see `Lock.acquire`.
     """
     with contextlib.ExitStack() as stack:
         for lock in locks:
@@ -240,17 +251,17 @@ def owned(locks: list[Lock], say: Callable[[str], None]) -> Iterator[Callable[[]
 
 
 class _Local:
-    """Files of a local or shared disk."""
+    """Operations on lock files on a local or shared disk."""
 
     def make_folder(self, path: str) -> list[Path]:
-        """Make the folder of a file; returns the new folders, the deepest first."""
+        """Make the folder of a file; returns the folders that did not exist, the deepest first."""
         folder = Path(path).parent
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         return missing
 
     def create(self, path: str, text: str) -> bool:
-        """Write a file that does not exist yet; returns False if it does."""
+        """Write a file only if it does not exist; returns False if it does."""
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -265,14 +276,14 @@ class _Local:
         return True
 
     def read(self, path: str) -> str | None:
-        """Read the content; empty for a link to nothing, None without the file."""
+        """Return the content of a file; "" for a broken link, None if the file does not exist."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return "" if os.path.islink(path) else None
 
     def write(self, path: str, text: str) -> None:
-        """Replace the file in one step."""
+        """Replace the content of a file atomically."""
         aside = Path(f"{path}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             aside.write_text(text, encoding="utf-8")
@@ -288,19 +299,21 @@ class _Local:
 
 
 class _Remote:
-    """Objects of a store that pyarrow or fsspec knows."""
+    """Operations on lock files in an object store that pyarrow or fsspec knows."""
 
     def __init__(self, filesystem: pafs.FileSystem):
         self._filesystem = filesystem
 
     def make_folder(self, path: str) -> list[Path]:
-        """Make the folder of an object; nothing is removed later."""
+        """Make the folder of an object; returns an empty list, since the folder is not removed later."""
         self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         return []
 
     def create(self, path: str, text: str) -> bool:
-        """Write an object that does not exist yet; returns False if it does, or if another process wrote it at the same
-        time."""
+        """Write an object only if it does not exist.
+
+        Returns False if it does, or if another process wrote it at the same time and won.
+        """
         if self.read(path) is not None:
             return False
         self.write(path, text)
@@ -308,14 +321,14 @@ class _Remote:
         return self.read(path) == text
 
     def read(self, path: str) -> str | None:
-        """Read the content; None without the object."""
+        """Return the content of an object; None if it does not exist."""
         if self._filesystem.get_file_info(path).type != pafs.FileType.File:
             return None
         with self._filesystem.open_input_stream(path) as stream:
             return stream.read().decode("utf-8", errors="replace")
 
     def write(self, path: str, text: str) -> None:
-        """Replace the object."""
+        """Replace the content of an object."""
         with self._filesystem.open_output_stream(path) as stream:
             stream.write(text.encode())
 
@@ -340,7 +353,10 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start of a process; empty if it has ended, None if it is another user's and cannot be seen."""
+    """Return the start of a process in clock ticks since the boot.
+
+    Returns "" if the process has ended, None if it belongs to another user and cannot be seen.
+    """
     try:
         # The name is in brackets, and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

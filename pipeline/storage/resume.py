@@ -1,4 +1,4 @@
-"""Resuming: whether a run may write into its folder, and from which checkpoint it starts.
+"""Checks, when a run is started, whether it may write into its folder, and from which checkpoint it continues.
 
 A run that is started again with the same settings continues. Other settings would mix two experiments in one curve, so
 they are refused, except for settings of length, reporting and layout (`MAY_DIFFER`). Settings that name files may name
@@ -45,11 +45,11 @@ _SECTIONS = {
     "deadlines. env_vars placement",
 }
 MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
-"""Settings that a continued run may change; a name that ends in a dot covers its section."""
+"""Settings that a continued run may change. A name that ends in a dot stands for all settings of its section."""
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise ConfigError if the run's folder `run_dir` cannot be made or written."""
+    """Raise ConfigError if the run's folder `run_dir` cannot be created or written."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(
             f"{run_dir} is a file, but the run needs a folder of this name; choose another trainer.experiment_name or "
@@ -68,7 +68,12 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
-    """Return whether `run_dir`, which need not exist, already holds this run; refused with `resume="never"`.
+    """Return True if `run_dir`, which need not exist, already holds this run.
+
+    Args:
+        run_dir: the run's folder.
+        config: the settings now.
+        resume: `trainer.resume`; `never` refuses a folder that holds a run.
 
     Raises:
         ConfigError: the folder cannot be created or written, holds another run, or holds files but not a run.
@@ -97,12 +102,12 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
 
 
 def other_settings(stored: Config, config: Config, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
-    """Return the settings that keep a run from going on, as (key, value of the run, value now).
+    """Return the settings that keep a run from being continued, as (key, value of the run, value now).
 
     Args:
         stored: settings of the run.
         config: settings now.
-        known: fingerprints of the files that the run reads, if it keeps them; the files themselves are not compared
+        known: fingerprints of the files that the run reads, if they are known; the files themselves are not compared
             here.
     """
     changed = [entry for entry in diff(stored, config) if not may_differ(entry[0])]
@@ -110,21 +115,27 @@ def other_settings(stored: Config, config: Config, known: Fingerprints | None) -
 
 
 def _lost(key: str, config: Config) -> bool:
-    """Return whether a changed storage has no checkpoint of the run, so that the run was not moved there."""
+    """Return True if the storage was changed to one without checkpoints of the run, so that the run was not moved
+    there."""
     return key == "trainer.storage_path" and not iterations(root(config.trainer, ""))
 
 
 def same_files(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool:
-    """Return whether two values of the setting `key` may name the same files, as far as known without reading them."""
+    """Return True if two values of the setting `key` may name the same files, as far as is known without reading
+    them."""
     if known is not None and known.compares(key):
         return old is not None and new is not None
     return moved.same(old, new, known is not None and known.covers(key))
 
 
 def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
-    """Return the newest checkpoint of the run in `run_dir`, from which it goes on; None without one.
+    """Return the newest complete checkpoint of the run in `run_dir`, from which the run continues; None if there is
+    none.
 
-    `say` takes a sentence for each later checkpoint that is damaged.
+    Args:
+        run_dir: the run's folder.
+        config: the settings now.
+        say: function that gets a sentence for each newer checkpoint that is damaged.
 
     Raises:
         ConfigError: the run's folder was lost, and the checkpoint is of a run with other settings.
@@ -143,12 +154,14 @@ def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], Non
 
 
 def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | None:
-    """Return the checkpoint in `trainer.resume`, whose weights a new run takes; None if that setting names none.
+    """Return the checkpoint that `trainer.resume` names, from which a new run takes the weights; None if it names none.
 
-    `say` takes a sentence for each later checkpoint that is damaged.
+    Args:
+        config: the settings.
+        say: function that gets a sentence for each newer checkpoint that is damaged.
 
     Raises:
-        ConfigError: the setting names a place without a whole checkpoint, or a checkpoint of another model.
+        ConfigError: the setting names a place without a complete checkpoint, or a checkpoint of another model.
         ValueError, OSError: the checkpoint is damaged, or its storage does not answer.
     """
     if config.trainer.resume in NO_PATH:
@@ -174,7 +187,8 @@ def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | 
 
 
 def _holder(place: str) -> str:
-    """Return the folder or URL with the checkpoints of the run in `place`; the run's settings may name another one."""
+    """Return the folder or URL that holds the checkpoints of the run in `place`; the run's settings may name another
+    one."""
     file = Path(place, CONFIG_FILE)
     if Path(place, PROGRESS).exists() or not file.is_file() or iterations(place):
         return place
@@ -182,7 +196,10 @@ def _holder(place: str) -> str:
 
 
 def recover(run_dir: Path, saved: Saved | None) -> bool:
-    """Restore the MLflow run's id from the run's own checkpoint `saved`, if the run's folder was lost with its disk."""
+    """Write the MLflow run's id, from the checkpoint `saved`, into the run's folder if that was lost with its disk.
+
+    Returns True if the checkpoint has an id.
+    """
     if saved is None:
         return False
     mlflow_run = saved.progress.get("mlflow_run_id")
@@ -192,7 +209,10 @@ def recover(run_dir: Path, saved: Saved | None) -> bool:
 
 
 def _check_orphan(saved: Saved, config: Config) -> None:
-    """Refuse a checkpoint in `trainer.storage_path` of another run, for a run whose own folder is new or was lost."""
+    """Raise ConfigError if the checkpoint `saved` belongs to another run.
+
+    It was found in `trainer.storage_path` for a run whose own folder is new or was lost.
+    """
     remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
     if config.trainer.resume == "never":
         raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
@@ -204,7 +224,7 @@ def _check_orphan(saved: Saved, config: Config) -> None:
 
 
 def stored_config(saved: Saved) -> Config:
-    """Load the settings that a checkpoint was saved with. Raises ConfigError if this version does not know them."""
+    """Load the settings that were saved with a checkpoint. Raises ConfigError if this version does not know them."""
     filesystem, path = filesystem_of(saved.place)
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder) / CONFIG_FILE
@@ -214,8 +234,7 @@ def stored_config(saved: Saved) -> Config:
 
 
 def reached(run_dir: str | Path, config: Config) -> int:
-    """Return the iteration of the run's newest whole checkpoint, if the run in `run_dir` also saved its model;
-    else 0."""
+    """Return the iteration of the run's newest complete checkpoint; 0 if there is none, or the run saved no model."""
     if not (Path(run_dir) / "model" / "config.json").is_file():
         return 0
     saved = newest(root(config.trainer, run_dir))
@@ -223,5 +242,5 @@ def reached(run_dir: str | Path, config: Config) -> int:
 
 
 def may_differ(key: str) -> bool:
-    """Return whether the setting `key` may change in a continued run."""
+    """Return True if the setting `key` may change in a continued run."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)

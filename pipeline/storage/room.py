@@ -1,4 +1,4 @@
-"""Room on the disks for a checkpoint, which waits in one folder and is copied to another."""
+"""Checks of the free disk space for a checkpoint, which is written in one folder and copied to another."""
 
 import os
 import shutil
@@ -13,9 +13,13 @@ STORAGE_REMEDY = "make room, or name another place (trainer.storage_path)"
 
 
 def lacking(place: str, needed: int, remedy: str) -> str | None:
-    """Describe the lack of room in a local folder, which need not exist, for the `needed` bytes of a checkpoint.
+    """Describe the lack of disk space in a local folder; None if there is enough, or `place` is a URL of another
+    storage.
 
-    None if it has room, or if `place` is a URL of another storage.
+    Args:
+        place: the folder, which need not exist.
+        needed: number of bytes of a checkpoint.
+        remedy: advice for the end of the message.
     """
     filesystem, path = filesystem_of(place)
     if not isinstance(filesystem, pafs.LocalFileSystem):
@@ -27,7 +31,7 @@ def lacking(place: str, needed: int, remedy: str) -> str | None:
 
 
 def disk(folder: str) -> int:
-    """Return the number of a folder's disk."""
+    """Return the device number of the disk that a folder is on."""
     return os.stat(folder).st_dev
 
 

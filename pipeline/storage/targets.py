@@ -1,4 +1,4 @@
-"""The folders and files that a run will write, tried before it begins."""
+"""Tries, before a run begins, whether the folders and files that it will write can be written."""
 
 import os
 import tempfile
@@ -8,9 +8,9 @@ from pipeline.config import ConfigError
 from pipeline.storage.checkpoints import FOLDER
 
 FOLDERS = (FOLDER, "trajectories", "validation", "old_log_probs", "quarantine", "tensorboard", "wandb", "model")
-"""Folders in a run's folder."""
+"""Names of folders that a run writes in its folder."""
 FILES = ("metrics.jsonl", "console.log", "mlflow_run_id", "best.json", "learning_curve.png")
-"""Files in a run's folder."""
+"""Names of files that a run writes in its folder."""
 
 
 def try_targets(run_dir: Path, store: Path | None) -> None:
@@ -18,9 +18,10 @@ def try_targets(run_dir: Path, store: Path | None) -> None:
 
     Args:
         run_dir: the run's folder.
-        store: the SQLite file of its tracker; None without one. Its folder gets further files.
+        store: the SQLite file of the run's tracker; None if there is none. The tracker writes further files next to it.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: a folder or file cannot be written.
     """
     places = [run_dir, *(run_dir / name for name in FOLDERS), *([store.parent] if store else [])]
     remedy = "free space, allow writing, or choose another trainer.default_local_dir or trainer.experiment_name"

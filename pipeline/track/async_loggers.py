@@ -1,4 +1,4 @@
-"""The loggers of one run. Each is called in order by its own background thread.
+"""The loggers of one run. Each logger's methods are called in order by its own background thread.
 
 A slow or failing tracker causes warnings and retries, and never stops the run.
 """
@@ -20,14 +20,19 @@ LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
 
 
 TRACE_TRIES = 8
-"""Tries of a trace, which matters less than metrics. With the pauses between them they take minutes."""
+"""Maximum number of attempts to send a trace, which matters less than metrics. With the pauses between them they take
+minutes."""
 
 
 class AsyncLoggers:
-    """The trackers of `run` that are in `names`; `console` is skipped.
+    """The loggers of a run.
+
+    Args:
+        names: names of the loggers; `console` is skipped.
+        run: the run.
 
     Raises:
-        ValueError, ImportError: as `check_loggers`.
+        ValueError, ImportError: see `check_loggers`.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
@@ -35,13 +40,13 @@ class AsyncLoggers:
         self._loggers = {name: (make(run), RetryQueue(name)) for name, make in LOGGERS.items() if name in names}
 
     def start(self) -> None:
-        """Start to connect."""
+        """Begin, in the background, to connect to the trackers."""
         for logger, queue in self._loggers.values():
             queue.put("the start of the run", logger.start, keep=True)
             queue.start()
 
     def log(self, iteration: int, moment: float, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one iteration; `moment` is Unix seconds."""
+        """Send the metrics of one iteration; `moment` is their time in Unix seconds."""
         for logger, queue in self._loggers.values():
             queue.put(f"the metrics of iteration {iteration}", logger.log, iteration, moment, metrics)
 
@@ -53,31 +58,45 @@ class AsyncLoggers:
             queue.put(f"the samples of iteration {iteration}", logger.samples, iteration, rows)
 
     def traces(self, split: str, iteration: int, moment: float, count: int) -> None:
-        """Send recorded rows of an iteration to MLflow as traces, if MLflow is in use; `moment` is Unix seconds."""
+        """Send recorded rows of an iteration to MLflow as traces, if MLflow is in use.
+
+        Args:
+            split: `train` or `val`.
+            iteration: number of the iteration; for `val`, the policy version.
+            moment: time in Unix seconds.
+            count: maximum number of rows.
+        """
         what = f"the traces of {'validation' if split == 'val' else 'iteration'} {iteration}"
         for logger, queue in self._loggers.values():
             if count and isinstance(logger, MlflowLogger):
                 queue.put(what, logger.traces, split, iteration, moment, count, tries=TRACE_TRIES)
 
     def image(self, path: Path) -> None:
-        """Send a picture. It replaces an older one that still waits."""
+        """Send a picture. It replaces an older one of the same file name that has not been sent yet."""
         for logger, queue in self._loggers.values():
             queue.put(f"the picture {path.name}", logger.image, path, latest=True)
 
     def file(self, path: Path) -> None:
-        """Keep a file with the MLflow run, if MLflow is in use."""
+        """Store a file with the MLflow run, if MLflow is in use."""
         if "mlflow" in self._loggers:
             logger, queue = self._loggers["mlflow"]
             queue.put(f"the file {path.name}", logger.image, path)
 
     def finish(self, status: str, timeout_s: float) -> list[str]:
-        """End the runs as `finished`, `interrupted` or `failed`; returns sentences on records not sent within
-        `timeout_s`."""
+        """End the runs at the trackers.
+
+        Args:
+            status: `finished`, `interrupted` or `failed`.
+            timeout_s: maximum seconds to wait for records that have not been sent yet.
+
+        Returns:
+            A sentence for each tracker that lacks records.
+        """
         for logger, queue in self._loggers.values():
             queue.put("the end of the run", logger.finish, status, keep=True)
         deadline = time.monotonic() + timeout_s
         return [problem for _, queue in self._loggers.values() if (problem := queue.close(deadline))]
 
     def where(self) -> dict[str, str]:
-        """Return the address or command that shows the run, by tracker."""
+        """Return the address or command that shows the run, by name of the tracker."""
         return {name: logger.where() for name, (logger, _) in self._loggers.items()}

@@ -1,7 +1,7 @@
 """Advice on the balance of a run: whether the engines wait for the trainer, or the trainer for the engines.
 
 Engines wait if admission holds chunks back until the trainer has made a version (`perf/rollout_idle`). The trainer
-waits for rows (`perf/train_idle`). Both are shares of an iteration.
+waits for rows (`perf/train_idle`). Both metrics are fractions of an iteration's time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,24 @@ from typing import Any
 ROLLOUT_IDLE = "perf/rollout_idle"
 TRAIN_IDLE = "perf/train_idle"
 MATTERS = 0.1
-"""Share of the time from which waiting is worth a change."""
+"""Fraction of the time from which waiting is worth a change of settings."""
 WARMUP_ITERATIONS = 2
-"""Number of first iterations that are left out: engines and caches start in them."""
+"""Number of first iterations that the advice leaves out, since engines and caches start in them."""
 
 
 def idle_shares(metrics: Mapping[str, float]) -> str:
-    """Format the idle shares of one iteration; empty if neither is known."""
+    """Format the idle fractions of one iteration as percentages; "" if neither is known."""
     sides = (("engines", ROLLOUT_IDLE), ("trainer", TRAIN_IDLE))
     known = [f"{side} {metrics[name]:.0%}" for side, name in sides if name in metrics]
     return f"idle: {', '.join(known)}" if known else ""
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which side limits the run by the lines of its `metrics.jsonl`, and a remedy; None if they do not show
-    it."""
+    """Return a sentence on which side limits the run, and a remedy; None if the records do not show it.
+
+    Args:
+        records: lines of the run's `metrics.jsonl`.
+    """
     later = [record for record in records if ROLLOUT_IDLE in record and TRAIN_IDLE in record][WARMUP_ITERATIONS:]
     if not later:
         return None

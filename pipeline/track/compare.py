@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STEP = "timing_s/step"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9")
-"""Okabe and Ito's palette for all kinds of colour vision, without its yellow, which is too light for lines."""
+"""Okabe and Ito's palette for all kinds of colour vision, without yellow, which is too light for lines."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
     *("solid", (0, (5, 1)), (0, (5, 1, 1, 1)), (0, (2, 1)), (0, (8, 2))),
@@ -36,14 +36,15 @@ class Run:
 
     label: str
     judged_by: dict[str, str]
-    """By data source, the compared metric: `acc`, or `reward` if the reward function gives no `acc`. Empty without
+    """The compared metric by data source: `acc`, or `reward` if the reward function gives no `acc`. Empty without
     validation."""
     validation: tuple[list[int], list[float]]
-    """Iterations, and their validation scores (the mean over the data sources); both empty without validation."""
+    """(Iterations, validation scores); a score is the mean over the data sources. Both lists are empty without
+    validation."""
     reward: tuple[list[int], list[float]]
-    """Iterations, and the mean score of the training responses."""
+    """(Iterations, mean scores of the training responses)."""
     seconds: float | None
-    """Median seconds of an iteration; None before the first has ended."""
+    """Median seconds of an iteration; None if no iteration has ended."""
 
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> list[Run]:
@@ -79,7 +80,7 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> l
 
 
 def draw(runs: Sequence[Run]) -> "Figure":
-    """Draw the figure of `runs`, as `read_runs` returns them."""
+    """Draw the figure that compares `runs`, the result of `read_runs`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -107,7 +108,8 @@ def draw(runs: Sequence[Run]) -> "Figure":
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return a table of each run's first, last and best validation with their iterations, and its median seconds."""
+    """Make a table with one row per run: first, last and best validation score, each with its iteration, and median
+    seconds per iteration."""
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("run", overflow="fold")
     for name in ("first", "last", "best", "s/iteration"):

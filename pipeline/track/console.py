@@ -1,4 +1,4 @@
-"""The run on the terminal: a live bar on a terminal, one plain line per iteration in a log, a table at the end.
+"""The progress of a run: a live bar on a terminal, one plain line per iteration in a log, a table at the end.
 
 Progress lines fit 80 columns, and every line is also appended to `console.log` in the run's folder.
 
@@ -27,17 +27,17 @@ THROUGHPUT = "perf/throughput"
 STEP = "timing_s/step"
 RECENT = 0.8
 WIDTH = 80
-"""Columns of a progress line."""
+"""Maximum number of characters of a progress line."""
 
 
 class RunConsole:
-    """Progress of one run; methods may be called from several threads.
+    """Shows the progress of one run. Methods may be called from several threads.
 
     Args:
         name: the run's name.
-        total_iterations: iterations in all, None if unknown.
-        console: the console to print on; standard output if None.
-        log: file to which every line is appended; None keeps none.
+        total_iterations: total number of iterations; None if unknown.
+        console: the console to print on; None takes standard output.
+        log: file to which every line is appended; None for none.
         unit: short word for one iteration.
     """
 
@@ -61,14 +61,14 @@ class RunConsole:
         self._status = "starting"
 
     def start(self) -> None:
-        """Show the bar (on a terminal)."""
+        """Begin to show the bar, if the output is a terminal."""
         self._began = self._last_at = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True)
             self._live.start()
 
     def status(self, text: str) -> None:
-        """Show the current activity or wait of the run."""
+        """Show what the run is doing or waiting for."""
         with self._lock:
             changed, self._status = text != self._status, text
             early = changed and self._first is None
@@ -76,7 +76,7 @@ class RunConsole:
             self._print(f"{self._name}: {text}")
 
     def notice(self, text: str) -> None:
-        """Show a message that must also be in a log."""
+        """Show a message, and append it as a line to the log."""
         with self._lock:
             self._status = text
         self._print(f"{self._name}: {text}")
@@ -105,7 +105,7 @@ class RunConsole:
         self._print(line)
 
     def stop(self) -> None:
-        """Take the bar away; safe to call twice."""
+        """Remove the bar; safe to call twice."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -117,7 +117,7 @@ class RunConsole:
         places: Mapping[str, str],
         problems: Sequence[str] = (),
     ) -> None:
-        """Print the last table.
+        """Print the table at the end of a run.
 
         Args:
             status: how the run ended.
@@ -149,7 +149,7 @@ class RunConsole:
         return Group(bar, Text(figures), status) if figures else Group(bar, status)
 
     def _print(self, text: str) -> None:
-        """Print a line if no bar is alive, and keep it in the file."""
+        """Print a line if no bar is shown, and append it to the log file."""
         if self._live is None:
             self._console.print(Text(text), soft_wrap=True)
             self._console.file.flush()
@@ -165,7 +165,8 @@ class RunConsole:
                 self.notice(f"{log} cannot be written ({error.strerror or error}); lines are only shown here")
 
     def _line(self, now: float) -> str:
-        """Format one iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""
+        """Format one iteration in at most `WIDTH` characters; if it is longer, the least important figures are left
+        out."""
         figures = self._figures()
         while True:
             line = "  ".join([self._counter(), *figures, *self._times(now)])
@@ -177,7 +178,7 @@ class RunConsole:
         return f"{self._iteration}/{self._total}" if self._total is not None else str(self._iteration)
 
     def _figures(self) -> list[str]:
-        """Return the figures of the last iteration, the most important first."""
+        """Return the figures of the last iteration as texts, the most important first."""
         pace = f"{self._step_s:.1f} s/{self._unit}" if self._step_s is not None else ""
         return [text for text in (self._reward, self._validation, pace, self._throughput, self._idle) if text]
 

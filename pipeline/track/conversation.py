@@ -1,7 +1,7 @@
-"""A recorded row as a conversation: the prompt, then the policy's answers and the replies to them.
+"""A recorded row as a conversation: the prompt, then the policy's turns and the replies to them.
 
-A row of an episode has its messages and the lengths of its stretches (`messages`, `spans`). A row of one response is a
-conversation with one answer.
+A row of an episode has its messages and the lengths of its spans of tokens (columns `messages`, `spans`). A row of one
+response is a conversation with one turn. The row's sequences are the contexts of its episode.
 """
 
 import json
@@ -21,7 +21,7 @@ COLUMNS = (
     *("rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s", "score"),
     *("reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
 )
-"""Columns of a conversation and its facts; a run may lack some."""
+"""Columns that a conversation and the facts about it need; a run may lack some of them."""
 
 WHY = {
     "done": "the environment ended it",
@@ -33,51 +33,51 @@ WHY = {
     "error": "the environment failed",
     "abort": "the engine gave it up",
 }
-"""Explanations of the values of `ended` and `finish_reason`."""
+"""Explanations of the values of the columns `ended` and `finish_reason`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer of the policy, or a reply to it."""
+    """One part of a conversation: an answer that the policy generated, or the reply to an answer."""
 
     answer: bool
     messages: list[dict[str, Any]]
-    """One for an answer, any number for a reply: `role` and `content`, and if known `calls`, `reasoning`, `name`."""
+    """Messages of the part: one for an answer, any number for a reply. Each has `role` and `content`, and if known
+    `calls`, `reasoning`, `name`."""
     start: int
-    """Position of its first token in the response."""
+    """Index of the part's first token in the response."""
     tokens: int
-    """Number of its tokens. 0 for a reply that the policy did not read, or that is in the prompt of the next
+    """Number of tokens of the part. 0 for a reply that the policy did not read, or that is in the prompt of the next
     sequence."""
     sequence: int
-    """Number of its sequence in the row, from 0."""
+    """Number, from 0, of the sequence in the row to which the part belongs."""
     context: int
-    """Number of tokens before it in its sequence, the prompt included."""
+    """Number of tokens before the part in its sequence, the prompt included."""
     versions: list[int]
-    """Policy versions of its tokens, in their order."""
+    """Policy versions of the part's tokens, in order."""
     reward: float | None = None
-    """The environment's reward of an answer."""
+    """The environment's reward for an answer; None if there is none."""
     log_prob: float | None = None
-    """Mean log-prob of an answer's tokens at the engine."""
+    """Mean of the engine's log-probs of an answer's tokens; None for a reply."""
     trains: bool = False
-    """True if its tokens are in the loss."""
+    """True if at least one token of the part is in the loss."""
     opening: list[dict[str, Any]] = field(default_factory=list)
-    """Messages before this answer if it begins a conversation; empty in the row's first conversation."""
+    """Messages before an answer that begins a further conversation; empty for all other parts."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One row, which may hold several conversations of a program."""
+    """One row as prompt and turns; a row may hold several conversations of a program."""
 
     prompt: list[dict[str, Any]]
     """Messages before the first answer."""
     prompts: list[list[int]]
-    """Tokens of the prompts of the row's sequences; most rows have one."""
+    """Token ids of the prompt of each sequence; most rows have one sequence."""
     turns: list[Turn]
 
 
 def conversation(row: Mapping[str, Any]) -> Trajectory:
-    """Build the conversation of a row of `trajectories/` or `validation/`, which holds the `COLUMNS` that its run
-    has."""
+    """Convert a row of `trajectories/` or `validation/`, with the `COLUMNS` that its run has, to a conversation."""
     prompt = json.loads(row["prompt"])
     spans: Sequence[Mapping[str, Any]]
     if row.get("messages") is None:
@@ -121,19 +121,19 @@ def conversation(row: Mapping[str, Any]) -> Trajectory:
 
 
 def content(message: Mapping[str, Any]) -> str:
-    """Return the text of a message; other content as JSON, and None as an empty text."""
+    """Return the text of a message; content that is not text becomes JSON, and None becomes ""."""
     text = message.get("content")
     return text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False)
 
 
 def why_ended(row: Mapping[str, Any]) -> str:
-    """Return the reason for the row's end, as `word: sentence`."""
+    """Return why the row ended, as `word: explanation`."""
     word = row.get("ended") or row["finish_reason"]
     return f"{word}: {WHY[word]}" if word in WHY else str(word)
 
 
 def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return `spans` with a reply after each answer: one without tokens if the episode has none."""
+    """Return `spans` with exactly one reply after each answer; a missing reply becomes one of 0 tokens."""
     none = {"kind": OBSERVATION, "tokens": 0, "reward": None}
     pairs: list[Mapping[str, Any]] = []
     for span in spans:
@@ -146,8 +146,18 @@ def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _of_contexts(
     messages: list[dict[str, Any]], prompt: list[dict[str, Any]], spans: Sequence[Mapping[str, Any]], ends: np.ndarray
 ) -> tuple[dict[int, list[dict[str, Any]]], list[list[dict[str, Any]]]]:
-    """Return the messages before the first answer of each conversation, by the number of its sequence, and the messages
-    of each of the `spans`. `ends` are the ends of the sequences in the response."""
+    """Divide the messages of a row among its sequences and spans.
+
+    Args:
+        messages: all messages of the row.
+        prompt: the row's prompt.
+        spans: answers and replies in turn.
+        ends: index in the response, for each sequence, of the end of its tokens.
+
+    Returns:
+        The messages before the first answer of each conversation, by the number of its sequence; and the messages of
+        each span.
+    """
     talks = split(messages)
     if len(talks) != len(ends):
         # One conversation goes on through all sequences; older rows do not mark the beginning of another one.
@@ -164,11 +174,11 @@ def _of_contexts(
 def _split(
     messages: list[dict[str, Any]], prompt: int, answers: int
 ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-    """Return the messages before the first answer, and in turns the messages of each answer and of the reply to it.
+    """Divide a conversation. Returns the messages before the first answer, and the messages of each answer and reply.
 
     Args:
         messages: one conversation.
-        prompt: number of its messages in the row's prompt, which may hold answers of its own.
+        prompt: number of messages at the start that are in the row's prompt, which may hold assistant's messages.
         answers: number of answers; an episode that failed may lack the message of the last one.
     """
     places = [place for place in range(prompt, len(messages)) if messages[place]["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""The prompt files of a run as data set inputs of its MLflow run."""
+"""Makes the data set inputs of an MLflow run from a run's prompt files."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 TAIL = 1 << 16
-"""Bytes at the end of a file that go into its digest; the statistics of a parquet file are there."""
+"""Number of bytes at the end of a file that are hashed; the statistics of a parquet file are there."""
 
 
 def dataset_inputs(settings: Mapping[str, Any]) -> "list[DatasetInput]":
-    """Return one input per entry of `data.train_files` and `data.val_files`. MLflow keeps equal inputs once.
+    """Return one input per entry of `data.train_files` and `data.val_files`. MLflow stores equal inputs once.
 
     Args:
-        settings: the settings of the run by their dotted names.
+        settings: the settings of the run by full name.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -38,7 +38,7 @@ def dataset_inputs(settings: Mapping[str, Any]) -> "list[DatasetInput]":
 
 
 def _digest(address: str) -> str:
-    """Hash an address with the sizes and ends of the local files there, as 16 hexadecimal digits."""
+    """Hash an address together with the sizes and ends of the local files there, to 16 hexadecimal digits."""
     path = Path(address)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     digest = hashlib.blake2b(address.encode(), digest_size=8)

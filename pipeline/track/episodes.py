@@ -14,17 +14,17 @@ from pipeline.stats import Stat, Stats, mean, summary
 ENDED = ("done", "stop", "turns", "length", "timeout", "malformed", "error")
 """Values of the column `ended`."""
 MOST_TOOLS = 32
-"""Number of tools with a metric of their own: the first ones by name."""
+"""Maximum number of tools that get their own metric: the first ones by name."""
 LONGEST_NAME = 200
-"""Longest name (characters) of a part or a tool that becomes a metric."""
+"""Maximum length of the name of a part or tool that gets its own metric, in characters."""
 
 
 def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
-    """Compute the metrics of the episodes in `table`, under `group`; empty if its rows are not episodes.
+    """Compute the metrics of the episodes in `table`; empty if the rows are not episodes.
 
     Args:
         table: rows with the columns `rows.ROLLOUT` and `rows.AGENT`.
-        group: first part of the names.
+        group: first part of the metrics' names.
     """
     if "episode" not in table.column_names or table["episode"].null_count == len(table):
         return {}
@@ -46,7 +46,7 @@ def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
 
 
 def _of_numbers(episodes: list[dict]) -> Stats:
-    """Compute metrics from the numbers that the rollout stage counted (the column `episode`)."""
+    """Compute metrics from the column `episode`, the counts and seconds that the rollout stage recorded."""
 
     def each(name: str) -> np.ndarray:
         return np.array([episode.get(name, 0) for episode in episodes], dtype=np.float64)
@@ -82,12 +82,12 @@ def _of_numbers(episodes: list[dict]) -> Stats:
 
 
 def divided(names: Iterable[str], most: int) -> tuple[list[str], list[str]]:
-    """Divide `names` into the first `most` by name, which become metrics, and the rest."""
+    """Divide names into the first `most` in alphabetical order, which get their own metrics, and the rest."""
     ordered = sorted(names)
     chosen = [name for name in ordered if len(name) <= LONGEST_NAME][:most]
     return chosen, [name for name in ordered if name not in chosen]
 
 
 def left_out(metric: str, names: list[str]) -> Stats:
-    """Count the `names` without a metric of their own; an empty dict if there are none."""
+    """Return the number of `names` as the metric `metric`; an empty dict if there are none."""
     return {metric: Stat("max", (float(len(names)),))} if names else {}

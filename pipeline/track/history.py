@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per iteration. Plot, summary and every tracker can be made from it again.
+"""`metrics.jsonl`: one JSON object per iteration, from which plot, summary and trackers can all be made again.
 
 1. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, without the pauses between
    resumes, ...metrics}`. NaN and infinity, which JSON lacks, become null.
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 OWN_KEYS = ("iteration", "time", "elapsed_s")
-"""Keys of every record other than its metrics."""
+"""Keys of every record that are not metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
 RENAMED = {"timing_s": {"deal": "balance"}, "agent": {"ended": "stop_reason"}, "val-agent": {"ended": "stop_reason"}}
-"""Parts of the names of metrics that earlier versions have, by the part before them, to the current ones."""
+"""Renamed parts of metrics' names: {preceding part: {earlier name: current name}}."""
 VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of `metrics.jsonl` in order, without an unfinished last line; empty if the file does not exist.
+    """Read the lines of `metrics.jsonl` in order, without an incomplete last line; empty if the file does not exist.
 
     Metrics that were renamed get their current names.
 
@@ -66,9 +66,9 @@ def _current(name: str) -> str:
 
 
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the validation score (`val-core/SOURCE/.../mean@N`) per data source; empty without validation.
+    """Return the validation score (`val-core/SOURCE/.../mean@N`) by data source; empty without validation.
 
-    If a source has several such metrics, the one with the most samples counts.
+    If a source has several such metrics, the one with the largest N counts.
     """
     found: dict[str, tuple[int, float]] = {}
     for name, value in metrics.items():
@@ -82,7 +82,7 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the validated iterations and their scores, per data source in order of name."""
+    """Return (validated iterations, scores) by data source, in order of name."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for source, score in validation_scores(record).items():
@@ -93,13 +93,17 @@ def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[l
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the iterations that have metric `name`, and its values."""
+    """Return (iterations that have the metric `name`, values of the metric)."""
     having = [record for record in records if record.get(name) is not None]
     return [record["iteration"] for record in having], [float(record[name]) for record in having]
 
 
 class History:
-    """Writer of one run's `metrics.jsonl`; without `resume` an older file is emptied.
+    """Writer of one run's `metrics.jsonl`.
+
+    Args:
+        path: the file.
+        resume: true to continue an older file; false to empty it.
 
     Raises:
         ValueError: the file to be continued is damaged before its last line.
@@ -116,10 +120,11 @@ class History:
         self._began = time.monotonic()
 
     def append(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-        """Add one iteration and return its record.
+        """Append the metrics of one iteration and return the record. Records of this and later iterations are dropped
+        first.
 
         Raises:
-            ValueError: a metric is named like one of the record's own keys, or is not a number.
+            ValueError: a metric is named like one of `OWN_KEYS`, or is not a number.
             OSError: the disk is full or the file not writable; earlier lines stay whole.
         """
         record: dict[str, Any] = {
@@ -157,7 +162,7 @@ class History:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` in one step, so that a reader sees either the old file or the new one."""
+    """Write `content` to `path` in one step, so that a reader sees either the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

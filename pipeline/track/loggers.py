@@ -1,7 +1,7 @@
-"""Trackers besides `metrics.jsonl`: the protocol of a logger, the list of loggers, wandb and TensorBoard.
+"""Trackers in addition to `metrics.jsonl`: the protocol of a logger, the list of loggers, wandb and TensorBoard.
 
 A logger's methods run in the thread of a `RetryQueue`. If the tracker does not answer, they raise, and are called again
-with the same arguments. If it can never take the record, they raise `Rejected`.
+with the same arguments. If the tracker can never accept the record, they raise `Rejected`.
 """
 
 import difflib
@@ -25,19 +25,19 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts of a run that trackers get."""
+    """The description of a run for trackers."""
 
     folder: Path
-    """The run's folder. It keeps the ids of the tracker runs."""
+    """The run's folder, in which the ids of the tracker runs are stored."""
     config: Mapping[str, Any]
     """The settings; trackers get them with secrets masked."""
     project: str
-    """The MLflow experiment, or the wandb project."""
+    """Name of the MLflow experiment or the wandb project."""
     name: str
     resume: bool = False
-    """True to continue the tracker runs whose ids are in the folder."""
+    """True to continue the tracker runs with the ids in the folder."""
     store_of: Path | None = None
-    """Folder of the run whose MLflow store is used without a server; None means `folder`."""
+    """Folder of the run with the local MLflow store to use without a server; None takes `folder`."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -45,32 +45,32 @@ class TrackedRun:
 
 
 class Logger(Protocol):
-    """One tracker."""
+    """A client of one tracker."""
 
     def start(self) -> None:
         """Open or, on resume, continue the run at the tracker."""
 
     def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one iteration; `time` is Unix seconds."""
+        """Send the metrics of one iteration; `time` is in Unix seconds."""
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table of sample trajectories."""
 
     def image(self, path: Path) -> None:
-        """Send the picture at `path` under its file name, in place of an older one of that name."""
+        """Send the picture at `path` under its file name; it replaces an older one of that name."""
 
     def finish(self, status: str) -> None:
         """End the run as `finished`, `interrupted` or `failed`."""
 
     def where(self) -> str:
-        """Return the command or address that shows the run, without a wait."""
+        """Return the command or address that shows the run, without waiting for the tracker."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse loggers that cannot work, before anything is started.
+    """Check, before anything is started, that these loggers can work.
 
     Raises:
-        ValueError: an unknown name; the message offers the nearest valid one.
+        ValueError: a name is unknown; the message offers the nearest valid one.
         ImportError: the logger's package is not installed; the message has the command.
     """
     for name in names:
@@ -89,7 +89,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class TensorBoardLogger:
-    """Event files in `runs/NAME/tensorboard`."""
+    """Writes TensorBoard event files in `runs/NAME/tensorboard`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
@@ -124,8 +124,10 @@ class TensorBoardLogger:
         return f"tensorboard --logdir {shown(self._folder)}"
 
     def _open(self, iteration: int | None) -> Any:
-        """Return the writer. An iteration up to the last one opens a new writer, which hides the old values from there
-        on."""
+        """Return the writer for an iteration, or for records without one.
+
+        An iteration that is not after the last one opens a new writer, which hides all values from that iteration on.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         again = iteration is not None and self._writer is not None and iteration <= self._last
@@ -143,7 +145,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; `WANDB_*` variables (`WANDB_MODE`, `WANDB_BASE_URL`, ...) work as usual."""
+    """Logs to Weights & Biases; `WANDB_*` variables (`WANDB_MODE`, `WANDB_BASE_URL`, ...) work as usual."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._tracked = run
@@ -195,7 +197,7 @@ class WandbLogger:
 
 
 def shown(path: Path) -> str:
-    """Return `path` as a user types it: relative if it lies below the current folder."""
+    """Return `path` for display: relative if it is below the current folder, else absolute."""
     path = path.absolute()
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -15,21 +15,22 @@ from pipeline.stats import Stat, Stats, mean, summary
 from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
 PART = re.compile("reward/.*/mean", re.DOTALL)
-"""Names of the means of reward parts."""
+"""Pattern of the metrics that are means of reward parts."""
 MOST_PARTS = 32
-"""Number of reward parts that become metrics: the first ones by name."""
+"""Maximum number of reward parts that get their own metric: the first ones by name."""
 
 
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
-    """Compute the metrics of the finished rows that one rank trains on in an iteration; each group must be whole.
+    """Compute the metrics of the rows on which one rank trains in an iteration; all rows of a group must be present.
 
     Scores, rewards, parts and groups leave out rows whose reward failed. Lengths count every row, but only the tokens
     that the policy wrote. Advantages, returns and values are over tokens that train.
 
     Args:
-        table: columns of `pipeline.rows.SCHEMA`; optional ones (`reward`, `kl`, ...) may be missing or null throughout.
+        table: columns of `pipeline.rows.SCHEMA`; optional ones (`reward`, `kl`, ...) may be missing or null in all
+            rows.
         solved_at: a response with at least this score, before shaping, counts as solved.
-        max_staleness: bound on the age of rows; above 0 the share of every age up to it is given.
+        max_staleness: maximum age of rows, in versions; above 0 the fraction of rows of each age up to it is a metric.
     """
     if not len(table):
         return {}
@@ -92,8 +93,12 @@ def _ages(staleness: np.ndarray, most: int) -> Stats:
 
 
 def _token_ages(table: pa.Table, trained_version: np.ndarray) -> Stats:
-    """Compute the age of the policy's tokens: weights may change while a row is generated. `trained_version` is [N],
-    one per token."""
+    """Compute the age, in versions, of the policy's tokens: weights may change while a row is generated.
+
+    Args:
+        table: the rows.
+        trained_version: [N], for each token the version that the iteration starts from.
+    """
     ages = (trained_version - token_versions(table))[flat(table, "response_mask")[0] > 0]
     versions = pc.list_value_length(table["version_runs"]).to_numpy()
     return {
@@ -103,11 +108,11 @@ def _token_ages(table: pa.Table, trained_version: np.ndarray) -> Stats:
 
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
-"""By name of a part: the indices of the rows that have it, and its values."""
+"""By name of a reward part: (indices of the rows that have it, values of the part in these rows)."""
 
 
 def _parts(column: pa.ChunkedArray) -> Parts:
-    """Return the numeric and boolean parts of rewards, by name."""
+    """Parse the numeric and boolean parts of rewards, by name."""
     found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for row, text in enumerate(column.to_pylist()):
         if text is None or text == "{}":
@@ -127,8 +132,11 @@ def _part_means(parts: Parts) -> Stats:
 
 
 def missing_rates(merged: Stats) -> Stats:
-    """Compute `reward/{part}/missing_rate` of the parts that some rows lack. It takes the metrics of all ranks
-    together, because a rank does not know a part that none of its rows has."""
+    """Compute `reward/{part}/missing_rate` for the parts that some rows lack.
+
+    Args:
+        merged: the metrics of all ranks together, since a rank does not know a part that none of its rows has.
+    """
     failed, rows = merged["reward/error_rate"].values
     scored = rows - failed
     counts = {name: stat.values[1] for name, stat in merged.items() if PART.fullmatch(name)}
@@ -140,7 +148,7 @@ def missing_rates(merged: Stats) -> Stats:
 
 
 def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:
-    """List the reward parts and tools in recorded `rows` without a metric of their own, as text."""
+    """List, as text, the reward parts and tools in recorded `rows` that have no metric of their own."""
     parts: set[str] = set()
     tools: set[str] = set()
     for row in rows:
@@ -152,7 +160,12 @@ def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _lengths(table: pa.Table, response: np.ndarray) -> Stats:
-    """Compute the lengths of prompts and responses [R], and of the responses that the engine did not abort."""
+    """Compute metrics of the lengths, in tokens, of prompts and responses, also without responses that were aborted.
+
+    Args:
+        table: the R rows.
+        response: [R] length of each response.
+    """
     cut, aborted = (pc.equal(table["finish_reason"], reason) for reason in ("length", "abort"))
     ended = pc.invert(aborted.fill_null(False))
     stats = {
@@ -179,7 +192,7 @@ def _present(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _share(flags: pa.ChunkedArray) -> Stat:
-    """Return the share of true flags; null counts as false."""
+    """Return the fraction of true flags; null counts as false."""
     return mean(pc.sum(flags).as_py() or 0, len(flags))
 
 
@@ -200,10 +213,15 @@ def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stat
 
 
 def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
-    """Compare the engine's log-probs [N] with the trainer's before any update [N], for tokens with `mask` [N] 1.
+    """Compare the engine's log-probs with the trainer's, as numpy arrays or CPU tensors.
 
-    All are numpy arrays or CPU tensors. A difference that is not a number counts as infinite (log-probs) or as 1
-    (probabilities), so that a NaN cannot pass a limit on the gap.
+    A difference that is not a number counts as infinite (log-probs) or as 1 (probabilities), so that a NaN cannot pass
+    a limit on the gap.
+
+    Args:
+        rollout_log_probs: [N] log-probs by the engine.
+        log_probs: [N] log-probs by the trainer before any update.
+        mask: [N], 1 for the tokens to compare.
     """
     keep = np.asarray(mask) > 0
     engine = np.asarray(rollout_log_probs, dtype=np.float64)[keep]

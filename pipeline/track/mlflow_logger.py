@@ -59,13 +59,16 @@ _ESCAPED = re.compile(
     # Invisible blanks, which some databases leave out.
     r"|(?<![^/]) | (?=/|\Z)"
 )
-"""Characters of a name that are replaced by their codes."""
+"""Pattern of the characters in a name that are replaced by their codes."""
 
 log = logging.getLogger(__name__)
 
 
 def mlflow_name(name: str) -> str:
-    """Return MLflow's name for `name` (see the module's second point); different for each name."""
+    """Return a metric's or parameter's name for MLflow, with the characters that MLflow refuses replaced by codes.
+
+    Different names stay different.
+    """
     name = _ESCAPED.sub(lambda match: f":{ord(match[0]):x}:", name).replace("@", "_at_") or "::"
     if len(name) <= NAME_LENGTH:
         return name
@@ -75,7 +78,8 @@ def mlflow_name(name: str) -> str:
 
 
 def local_store(run_dir: Path) -> Path:
-    """Return the SQLite file for the run in `run_dir` without a server: one file for all runs in the same folder.
+    """Return the SQLite file for the run in `run_dir` without a server: one file for all runs in the same parent
+    folder.
 
     A run that began with a store in its own folder keeps that store.
     """
@@ -84,7 +88,7 @@ def local_store(run_dir: Path) -> Path:
 
 
 class MlflowLogger:
-    """One MLflow run; the first call, `start`, takes seconds."""
+    """Logs to one MLflow run. The first call, `start`, takes seconds."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run, self._resume = run, run.resume
@@ -174,7 +178,7 @@ class MlflowLogger:
         return MlflowClient(self._server or f"sqlite:///{self._store}")
 
     def _earlier_run(self) -> "Run | None":
-        """Return the run to continue; None if there is none, or the tracker has lost it."""
+        """Return the MLflow run to continue; None if there is none, or the tracker has lost it."""
         from mlflow.exceptions import MlflowException
 
         if not (self._resume and self._id_file.exists()):
@@ -222,7 +226,7 @@ class MlflowLogger:
 
 
 def _cell(value: Any) -> Any:
-    """Return a table's cell. Long texts are cut; the trajectories have all of them."""
+    """Return a value for a table's cell. Long texts are cut; `trajectories/` has all of them."""
     if isinstance(value, str) and len(value) > CELL_LENGTH:
         return f"{value[:CELL_LENGTH]} … ({len(value)} characters)"
     return value

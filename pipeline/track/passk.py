@@ -20,14 +20,14 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 MAX_RESPONSES = 1000
-"""Largest n of `maj_at_every_k`: beyond it, numbers of draws leave the range of float64."""
+"""Maximum n for `maj_at_every_k`: above it, numbers of draws exceed the range of float64."""
 
 
 def best_at_k(scores: list[float], k: int) -> float:
-    """Compute the exact expectation of the largest score of k responses drawn from `scores` without replacement.
+    """Compute pass@k: the exact expectation of the largest of k scores drawn from `scores` without replacement.
 
-    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k). The factor is the share of the subsets whose
-    largest score is s_i. A k above n counts as n.
+    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k). The factor is the fraction of the subsets
+    whose largest score is s_i. A k above n counts as n.
     """
     n = len(scores)
     k = min(k, n)
@@ -74,7 +74,14 @@ def maj_at_every_k(scores: Sequence[float], answers: Sequence[Hashable]) -> np.n
 
 
 def _won_with(votes: int, classes: Sequence[tuple[int, float]], n: int) -> np.ndarray:
-    """Entry j: the winners' mean score, summed over the draws of j responses whose winners have `votes` votes."""
+    """Return [n + 1]: entry j sums the winners' mean score over all draws of j responses that are won with `votes`
+    votes.
+
+    Args:
+        votes: number of votes of the winning answers.
+        classes: (number of responses, mean score) of each answer.
+        n: number of responses.
+    """
     able = [(count, score) for count, score in classes if count >= votes]
     small = sum(count for count, _ in classes if count < votes)
     # Both are [tied winners, further responses drawn]: numbers of draws, and sums of the winners' scores over them.
@@ -99,7 +106,7 @@ def _won_with(votes: int, classes: Sequence[tuple[int, float]], n: int) -> np.nd
 
 
 def _times(rows: np.ndarray, polynomial: np.ndarray) -> np.ndarray:
-    """Multiply every row (coefficients of a polynomial) by `polynomial`; the product is cut to the row's length."""
+    """Multiply every row, the coefficients of a polynomial, by `polynomial`; products are cut to the row's length."""
     length = rows.shape[1]
     if len(rows) < len(polynomial):
         return np.stack([np.convolve(row, polynomial)[:length] for row in rows])

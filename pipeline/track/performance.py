@@ -1,4 +1,4 @@
-"""The cost of an iteration: tokens per second, time per token, memory, and the balance of tokens over ranks."""
+"""Metrics of an iteration's cost: tokens per second, time per token, memory, and the balance of tokens over ranks."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.stats import Stat, Stats, summary
 
 GIB = 2**30
 PHASES = ("old_log_prob", "update_critic", "update_actor")
-"""Phases of the trainer that process prompt and response tokens."""
+"""Phases of the trainer that process the tokens of prompts and responses."""
 
 
 def derived(
@@ -21,9 +21,9 @@ def derived(
     """Compute rates from an iteration's finished `metrics`. A rate is left out if its inputs are missing.
 
     Args:
-        metrics: of all ranks, with `timing_s/step`.
-        prompt_tokens: prompt tokens of the iteration's rows on all ranks.
-        response_tokens: response tokens of the same rows.
+        metrics: merged metrics of all ranks, with `timing_s/step`.
+        prompt_tokens: number of prompt tokens in the iteration's rows on all ranks.
+        response_tokens: number of response tokens in the same rows.
         policy_tokens: number of the response tokens that the engines sampled.
         workers: number of train workers.
     """
@@ -44,7 +44,8 @@ def derived(
 
 
 def memory_metrics(device: torch.device) -> Stats:
-    """Measure this process's memory in GiB: main memory now, and the GPU's peak so far. The largest rank counts."""
+    """Measure this process's memory in GiB: main memory now, and the GPU's peak so far. Merged, the largest rank
+    counts."""
     # `resource.getrusage` does not fit: its peak begins with the peak of the parent process. The second field is the
     # resident memory in pages.
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -57,7 +58,9 @@ def memory_metrics(device: torch.device) -> Stats:
 
 
 def sequence_balance(table: pa.Table) -> Stats:
-    """Count the tokens (prompts and responses) of one rank's rows; merged, the smallest, largest and mean number over
-    ranks."""
+    """Return the number of tokens (prompts and responses) in one rank's rows as a metric.
+
+    Merged over ranks, it becomes the smallest, largest and mean number.
+    """
     tokens = prompt_tokens(table) + len(flat(table, "response_ids")[0])
     return summary(np.array([tokens]), "global_seqlen")

@@ -1,4 +1,4 @@
-"""The learning curve as a picture, drawn from `metrics.jsonl`.
+"""Draws the learning curve as a picture, from `metrics.jsonl`.
 
 Large panel: validation score per data source and training reward (thin as measured, thick smoothed). Small panels:
 response length, the gap between engine and trainer log-probs, and if the run has them, the critic's explained variance
@@ -20,15 +20,17 @@ LENGTH = "response_length/mean"
 GAPS = {"largest": "training/rollout_log_probs_diff_max", "mean": "training/rollout_log_probs_diff_mean"}
 KL = {"in the loss": "actor/kl_loss", "in the reward": "actor/reward_kl_penalty"}
 WORST_EXPLAINED = -1.0
-"""Lower end of the axis of explained variance. A fresh critic's may be far below 0 and would hide the later values."""
+"""Lower end of the axis of explained variance. Early values may be far below 0 and would flatten the later ones."""
 SMOOTHED = 0.1
 LONGEST = 60
-"""Characters of a name in a legend."""
+"""Maximum length of a name in a legend, in characters."""
 COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
 
 
 def learning_curve(metrics_jsonl: Path, out: Path, title: str) -> bool:
-    """Draw the run's curve into the PNG `out`; without an iteration, returns False and writes no file.
+    """Draw the run's learning curve into the PNG file `out`.
+
+    Returns False, and writes no file, if the run has no iteration yet.
 
     Raises:
         ValueError: `metrics_jsonl` is damaged.
@@ -41,7 +43,7 @@ def learning_curve(metrics_jsonl: Path, out: Path, title: str) -> bool:
 
 
 def save(figure: "Figure", out: Path) -> None:
-    """Write a figure to the PNG file `out`, replacing an older one in one step."""
+    """Write a figure to the PNG file `out`; an older file is replaced in one step."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=130)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def save(figure: "Figure", out: Path) -> None:
 
 
 def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
-    """Draw the figure of `records` (lines of `metrics.jsonl` in order)."""
+    """Draw the figure of a run; `records` are the lines of `metrics.jsonl` in order."""
     from matplotlib.figure import Figure
 
     # By title of a small panel: its metrics by label.
@@ -77,8 +79,8 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
 
 
 def drawable(text: str) -> str:
-    """Adapt `text` to matplotlib: dollar signs do not begin formulas, letters that the font lacks become escapes, and
-    the middle of a long text is left out."""
+    """Prepare `text` for matplotlib: dollar signs do not begin formulas, letters that the font lacks become escapes,
+    and the middle of a long text is left out."""
     from matplotlib import font_manager
 
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
@@ -88,8 +90,12 @@ def drawable(text: str) -> str:
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTHED) -> list[float]:
-    """Compute the exponential moving average without a bias to the first value; its span is `share` of the points, at
-    least 10."""
+    """Compute an exponential moving average without bias to the first value.
+
+    Args:
+        values: the values.
+        share: span of the average as a fraction of the number of values; the span is at least 10 values.
+    """
     keep = 1 - 2 / (max(10.0, share * len(values)) + 1)
     total = weight = 0.0
     result = []
@@ -164,7 +170,7 @@ def _draw_small(axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[s
 
 
 def style(axes: "Axes") -> None:
-    """Style a panel whose x axis counts iterations."""
+    """Set grid, spines and ticks of a panel whose x axis counts iterations."""
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.spines[["right", "top"]].set_visible(False)
     axes.tick_params(labelsize=10)

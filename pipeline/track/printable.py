@@ -1,4 +1,4 @@
-"""Text of models and environments made safe for a terminal: without escape sequences and reordered letters."""
+"""Makes text of models and environments safe for a terminal: without escape sequences and reordered letters."""
 
 import unicodedata
 

@@ -13,7 +13,7 @@ LIBRARIES = ("slipstream-rl", "ray", "torch", "vllm", "transformers", "mlflow", 
 SECRET = re.compile(
     r"(?:TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?!.*_ENV\Z)", re.IGNORECASE
 )
-"""Names of secrets. A name that ends with `_env` does not match: it holds the name of an environment variable."""
+"""Pattern of the names of secrets. A name that ends with `_env` does not match: it holds a variable's name."""
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _holds_secrets(key: str) -> bool:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten a config to dotted keys and text: `{"actor": {"optim": {"lr": 1e-6}}}` gives `{"actor.optim.lr":
+    """Flatten a config to full names and texts: `{"actor": {"optim": {"lr": 1e-6}}}` gives `{"actor.optim.lr":
     "1e-06"}`.
 
     Lists and empty mappings are one value, as JSON; None is `null`.
@@ -67,7 +67,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def git_commit() -> tuple[str, bool] | None:
-    """Return the commit of this code's checkout, and whether tracked files were changed; None outside a checkout."""
+    """Return (commit of this code's checkout, True if tracked files were changed); None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -83,7 +83,7 @@ def git_commit() -> tuple[str, bool] | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed libraries that shape a run."""
+    """Return the versions of Python and of the installed libraries that affect a run, by name."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         for distribution in (library, f"{library}-cpu"):

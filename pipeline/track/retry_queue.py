@@ -1,4 +1,4 @@
-"""Calls that may fail or hang (to a tracking server, to a storage), made in order by one background thread.
+"""A queue of calls that may fail or hang (to a tracking server, to a storage), made in order by a background thread.
 
 1. `put` returns at once, so a slow or dead server never delays the run.
 2. A call that fails is repeated with growing pauses. Later calls wait, so the order is kept.
@@ -26,7 +26,7 @@ WARN_EVERY_POWER_OF = 8
 
 
 class Rejected(Exception):
-    """A record that its receiver will never take. It is dropped with a warning, and the queue goes on."""
+    """A record will never be accepted by its receiver. It is dropped with a warning, and the queue goes on."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class _Call:
 
 
 class RetryQueue:
-    """The calls to one receiver.
+    """The queue of calls to one receiver, such as a tracker.
 
     Args:
-        name: of the receiver, for warnings.
-        capacity: calls that may wait.
+        name: name of the receiver, for warnings.
+        capacity: maximum number of waiting calls.
         first_pause_s: seconds between a failure and the next try; doubles with each failure after it.
-        longest_pause_s: bound of that pause.
+        longest_pause_s: maximum of that pause, in seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RetryQueue:
         self._thread = threading.Thread(target=self._work, name=f"queue {name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; calls may be put before."""
+        """Start the thread. Calls may be put before."""
         self._thread.start()
 
     def put(
@@ -80,11 +80,11 @@ class RetryQueue:
         Args:
             what: the record or action, for warnings.
             function: the function to call.
-            arguments: its arguments.
-            keep: drop this call neither if the queue is full, nor if it is rejected.
-            latest: replace a waiting call of the same `what` by this one.
-            tries: failures after which the call is given up and counted. After each failure it goes to the end of the
-                queue. None repeats it at once until it succeeds.
+            arguments: arguments of the function.
+            keep: true to drop this call neither if the queue is full, nor if it is rejected.
+            latest: true to replace a waiting call of the same `what` by this one.
+            tries: number of failures after which the call is given up and counted. After each failure it goes to the
+                end of the queue. None repeats it at once until it succeeds.
         """
         with self._changed:
             if latest:
@@ -157,7 +157,7 @@ class RetryQueue:
                 failures, warn_at = 0, 1
 
     def _next(self) -> _Call | None:
-        """Wait for the next call; None if the thread has to end."""
+        """Wait for the next call and return it; None if the thread must end."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The choice of recorded rows to look at: one by its properties, or a few of every iteration."""
+"""Chooses recorded rows to look at: one by its properties, or a few of every iteration."""
 
 import difflib
 import random
@@ -15,7 +15,7 @@ from pipeline.track.trajectories import FOLDERS, iteration_files, recorded_itera
 KEYS = ("uid", "sample", "score", "reward_error")
 """Columns by which rows are chosen."""
 SHOWN = 8
-"""Largest number of values that an error message lists."""
+"""Maximum number of values that an error message lists."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Choice:
     uid: str | None = None
     sample: int | None = None
     order: str | None = None
-    """`best`, `worst` (by score, failed rows left out) or `failed`."""
+    """`best` or `worst` (by score, without failed rows), or `failed`, for the first failed row."""
     seed: int | None = None
-    """Seed of a random draw among the rows."""
+    """Seed for a random choice among the rows; None takes the first."""
 
 
 class Rows:
-    """The recorded rows of one iteration. Their keys are read first, whole rows on request.
+    """The recorded rows of one iteration. Only `KEYS` are read at first, whole rows on request.
 
     Args:
         run_dir: the run's folder or URL.
@@ -60,12 +60,12 @@ class Rows:
         self._filesystem, _ = filesystem_of(run_dir)
         tables = [self._read(name, KEYS) for name in files]
         self.keys: list[dict[str, Any]] = pa.concat_tables(tables).to_pylist()
-        """`KEYS` of each row."""
+        """The columns `KEYS` of each row, as a dict."""
         self.places = [(name, row) for name, table in zip(files, tables, strict=True) for row in range(len(table))]
-        """File and number of each row."""
+        """(File, index in the file) of each row."""
 
     def read(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Read row `number`, with the `columns` that the run has."""
+        """Read row `number`, with the requested `columns` as far as the run has them."""
         name, row = self.places[number]
         return self._read(name, columns).slice(row, 1).to_pylist()[0]
 
@@ -113,7 +113,7 @@ class Rows:
 
 
 def watched(rows: Rows, split: str, count: int) -> list[int]:
-    """Choose at most `count` rows that represent the iteration.
+    """Choose at most `count` rows that represent the iteration; returns their numbers.
 
     Training rows are drawn at random, always the same ones for an iteration. Validation rows are the first response to
     each of the first prompts, which are the same in every validation.

@@ -1,4 +1,4 @@
-"""One recorded row on the terminal: the conversation with the facts of each part, then its score.
+"""Prints one recorded row on the terminal: the conversation with facts about each part, then the score.
 
 Colours mark the roles. All that they show is also in words, for output without a terminal or with `NO_COLOR`.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 CONTROL_STYLE = "bold reverse"
 CONTROL_MARKS = "⟦", "⟧"
-"""Marks around a control token. Text that only looks like a control token has none."""
+"""Marks around a control token. Text that only looks like a control token has no marks."""
 LABEL_WIDTH = 10
 
 
@@ -28,7 +28,7 @@ class Page:
 
     Args:
         console: the console to print on.
-        tokenizer: if given, tokens are shown instead of messages.
+        tokenizer: if given, decoded tokens are shown instead of messages.
     """
 
     def __init__(self, console: Console, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
@@ -41,8 +41,8 @@ class Page:
         """Print a row.
 
         Args:
-            row: with the columns of `conversation`.
-            talk: its conversation.
+            row: the row, with the columns of `conversation`.
+            talk: the row's conversation.
             title: the title, which names the row.
             place: the row's file.
         """
@@ -105,7 +105,7 @@ class Page:
             self._print(Text(printable(f"→ {call['name']} {arguments}"), f"bold {style}"))
 
     def _tokens(self, ids: list[int]) -> None:
-        """Print tokens as text, with control tokens marked and line ends visible."""
+        """Print token ids as text, with control tokens marked and line ends visible."""
         text, plain = Text(), list[int]()
         for token in [*ids, None]:
             if token is not None and token not in self._controls:
@@ -133,7 +133,7 @@ def _count(tokens: int) -> str:
 
 
 def _facts(turn: Turn) -> list[str]:
-    """Return the known facts of a turn."""
+    """Return the known facts about a turn, as short texts."""
     facts = [_count(turn.tokens)] if turn.tokens else ["not in the response"]
     if turn.sequence and turn.answer:
         facts.append(f"sequence {turn.sequence + 1}")

@@ -1,9 +1,9 @@
-"""A recorded row as a trace of MLflow: a span of the whole row, and below it one per answer, reply or tool call.
+"""A recorded row as an MLflow trace: a span for the whole row, and below it one per answer, reply or tool call.
 
 1. Ids follow from the MLflow run and the row, so a trace that is sent again replaces itself.
 2. Messages have OpenAI's form, which MLflow's pages show as a conversation.
-3. Only the row's total time is known. Answers share the engine's seconds by their tokens, replies share the
-   environment's equally, and the row ends when it is reported. So the times of single spans are estimates.
+3. Only the total seconds of a row are known. The engine's seconds are divided among answers by their tokens, the
+   environment's equally among replies, and the row ends when it is reported. So times of single spans are estimates.
 4. Tags to filter by: `iteration`, `split`, `data_source`, `uid`, `sample`, `ended`, `run`. The score is feedback.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Span, TraceInfo
 
 TEXT_LENGTH = 20_000
-"""Longest text of one message (characters)."""
+"""Maximum length of the text of one message, in characters."""
 PREVIEW_LENGTH = 1000
 TAG_LENGTH = 250
 ROLES = ("system", "user", "assistant", "tool")
@@ -30,12 +30,12 @@ class Trace:
     """The trace of one row.
 
     Args:
-        row: with the columns of `conversation`.
+        row: the row, with the columns of `conversation`.
         iteration: iteration of the row; for validation, the policy version.
         run_id: id of the MLflow run.
         run_name: name of the run.
-        experiment_id: id of its experiment.
-        ended: end of the row, in Unix seconds.
+        experiment_id: id of the MLflow experiment.
+        ended: time at which the row ended, in Unix seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Trace:
         self._openings, self._parts = parts[::2], parts[1::2]
 
     def info(self) -> "TraceInfo":
-        """Return the trace's entry in MLflow's lists."""
+        """Make the trace's entry for MLflow's lists."""
         from mlflow.entities import AssessmentSource, Feedback, TraceInfo, TraceLocation, TraceState
 
         row, error = self._row, self._row["reward_error"]
@@ -91,7 +91,7 @@ class Trace:
         )
 
     def spans(self) -> "list[Span]":
-        """Return the spans, the row's own first."""
+        """Make the spans; the first is for the whole row."""
         row, talk = self._row, self._talk
         talks: list[list[dict[str, Any]]] = [[]]
         for opening, part in zip(self._openings, self._parts, strict=True):
@@ -133,7 +133,7 @@ class Trace:
     def _replies(
         self, number: int, turn: Turn, part: list[dict[str, Any]], times: tuple[int, int], calls: list[dict[str, Any]]
     ) -> "list[Span]":
-        """Return one span per tool call, or one of the environment."""
+        """Make the spans of a reply: one per tool call, or a single one for the environment."""
         if not calls or len(calls) != len(part):
             return [self._span("environment", "ENVIRONMENT", number, times, None, _chat(part), _attributes(turn))]
         spans = []
@@ -147,7 +147,7 @@ class Trace:
         return spans
 
     def _times(self) -> list[tuple[int, int]]:
-        """Return begin and end of each turn in nanoseconds."""
+        """Return (begin, end) of each turn in Unix nanoseconds; estimates, see the module's third point."""
         turns, whole = self._talk.turns, self._ended_ns - self._began_ns
         tokens = sum(turn.tokens for turn in turns if turn.answer)
         replies = sum(not turn.answer for turn in turns)
@@ -170,7 +170,7 @@ class Trace:
         facts: Mapping[str, Any],
         error: str | None = None,
     ) -> "Span":
-        """Make a span; the row's own has no `number`."""
+        """Make a span. `number` is None for the span of the whole row; all others are below that one."""
         from mlflow.entities import Span
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import ReadableSpan
@@ -204,8 +204,8 @@ class Trace:
 
 
 def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Convert messages of a row to OpenAI's form, with long texts cut; results name their calls, in the order of the
-    calls."""
+    """Convert messages of a row to OpenAI's form, with long texts cut; results of tools get the ids of their calls in
+    order."""
     made: list[list[dict[str, Any]]] = []
     waiting: list[str] = []
     total = 0
@@ -227,7 +227,7 @@ def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dic
 
 
 def clean(text: str, most: int | None = None) -> str:
-    """Make text valid for any tracking store: UTF-8 without NUL, cut to `most` characters."""
+    """Make text valid for any tracking store: UTF-8 without NUL, cut to `most` characters if given."""
     text = text.encode(errors="replace").decode().replace("\0", "\ufffd")
     if most is None or len(text) <= most:
         return text

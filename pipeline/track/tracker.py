@@ -1,4 +1,4 @@
-"""The run's record in the driver: `metrics.jsonl`, console, trackers and the learning curve.
+"""Writes the driver's records of a run: `metrics.jsonl`, console, trackers and the learning curve.
 
 `metrics.jsonl` and the console are written at once, everything else (MLflow, wandb, TensorBoard, the plot) in the
 background.
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 STATUSES = ("finished", "interrupted", "failed")
 PLOT_INTERVAL_S = 60.0
-"""Seconds from one drawing of the learning curve to the next."""
+"""Minimum number of seconds from one drawing of the learning curve to the next."""
 
 
 class Tracker:
-    """Metrics of one run, from `start` to `finish`; methods may be called from several threads.
+    """Records the metrics of one run, from `start` to `finish`. Methods may be called from several threads.
 
     Args:
         run: the run; with `resume`, its metrics are continued, too.
-        total_iterations: iterations in all, None if unknown.
+        total_iterations: total number of iterations; None if unknown.
         loggers: any of `console`, `mlflow`, `wandb`, `tensorboard`.
-        flush_timeout_s: longest wait of `finish` for slow trackers.
+        flush_timeout_s: maximum seconds that `finish` waits for slow trackers.
 
     Raises:
-        ValueError, ImportError: as `check_loggers`.
+        ValueError, ImportError: see `check_loggers`.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Tracker:
 
     @property
     def metrics_path(self) -> Path:
-        """The run's `metrics.jsonl`."""
+        """Path of the run's `metrics.jsonl`."""
         return self._run.folder / "metrics.jsonl"
 
     @property
     def plot_path(self) -> Path:
-        """The run's `learning_curve.png`."""
+        """Path of the run's `learning_curve.png`."""
         return self._run.folder / "learning_curve.png"
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class Tracker:
         self._console.start()
 
     def log(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record one iteration. If it is recorded again, it replaces itself and all later ones.
+        """Record the metrics of one iteration. Earlier records of this and later iterations are replaced.
 
         Raises:
             ValueError: a metric is not a number.
@@ -94,16 +94,17 @@ class Tracker:
         self._console.update(iteration, numbers)
 
     def keep(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record one iteration only in `metrics.jsonl`, before all its metrics are known; `log` replaces it.
+        """Record an iteration only in `metrics.jsonl`, before all metrics are known; `log` replaces the record later.
 
         Raises:
-            ValueError, OSError: as `log`.
+            ValueError, OSError: see `log`.
         """
         with self._lock:
             self._opened().append(iteration, metrics)
 
     def recorded(self, iteration: int) -> dict[str, float] | None:
-        """Return the metrics of `iteration` in `metrics.jsonl`, also from before a resume; None if it has none."""
+        """Return the metrics of `iteration` in `metrics.jsonl`, also from before the run was resumed; None if there are
+        none."""
         with self._lock:
             for record in reversed(self._opened().records):
                 if record["iteration"] == iteration:
@@ -111,11 +112,11 @@ class Tracker:
         return None
 
     def status(self, text: str) -> None:
-        """Show the current activity or wait of the run."""
+        """Show what the run is doing or waiting for."""
         self._console.status(text)
 
     def notice(self, text: str) -> None:
-        """Show a message that must also be in a log."""
+        """Show a message, and append it as a line to `console.log`."""
         self._console.notice(text)
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -123,11 +124,12 @@ class Tracker:
         self._loggers.samples(iteration, rows)
 
     def traces(self, split: str, iteration: int, count: int) -> None:
-        """Send `count` recorded rows of an iteration (for `val`, of a policy version) to MLflow as traces."""
+        """Send at most `count` recorded rows of an iteration (for `val`, of a policy version) to MLflow as traces."""
         self._loggers.traces(split, iteration, time.time(), count)
 
     def finish(self, status: str, summary: Mapping[str, str] | None = None) -> list[str]:
-        """Draw the last plot, flush the trackers within the deadline and print the table. Works once.
+        """Draw the last plot, flush the trackers within `flush_timeout_s` and print the table. Only the first call has
+        an effect.
 
         Args:
             status: `finished`, `interrupted` or `failed`.
@@ -137,7 +139,7 @@ class Tracker:
             Sentences on records that could not be sent.
 
         Raises:
-            ValueError: an unknown `status`.
+            ValueError: `status` is unknown.
         """
         if status not in STATUSES:
             raise ValueError(f"a run ends as one of {', '.join(STATUSES)}, not as {status!r}")

@@ -1,4 +1,4 @@
-"""Every trajectory as parquet under the run's folder, partitioned by iteration.
+"""Stores every trajectory as parquet in the run's folder, partitioned by iteration.
 
 `trajectories/iteration=NNNNNN/chunk-CCCCCC.parquet` holds the training rows of one chunk, and `validation/...` the rows
 of one validation chunk. `old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet` holds the log-probs that a train worker
@@ -23,12 +23,12 @@ from pipeline.rows import FLOATS, flat, ragged
 from pipeline.storage.filesystem import STANDING, filesystem_of
 
 UNRECORDED = re.compile(r"the trajectories cannot be written to .*?`trainer\.default_local_dir`")
-"""The error message of `Record` for a file that it cannot write."""
+"""Pattern of the error message of `Record` for a file that cannot be written."""
 FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_log_probs"}
 
 
 class Record:
-    """Map stage that writes its rows and returns them unchanged.
+    """A map stage that writes its rows and returns them unchanged.
 
     Args:
         run_dir: absolute folder that all engines share, or a URL (`s3://`, `gs://`, `hdfs://`, ...).
@@ -62,7 +62,7 @@ class Record:
             table: one rank's rows of the iteration, in the order of `old_log_probs`.
             iteration: the iteration that trains on them.
             rank: rank of the train worker.
-            old_log_probs: [N], one for each response token.
+            old_log_probs: [N], one for each response token of all rows.
 
         Raises:
             OSError: the file cannot be written; the message names it.
@@ -97,8 +97,10 @@ class Record:
 
 
 def why_unrecorded(error: BaseException) -> str | None:
-    """Return the message of `Record` inside an error of another process, if the disk will not recover by itself; None
-    for other errors."""
+    """Return the message of `Record` inside an error of another process, if the disk will not recover by itself.
+
+    None for other errors.
+    """
     found = UNRECORDED.search(str(error))
     standing = found is not None and any(os.strerror(number) in found[0] for number in STANDING)
     return found[0] if found and standing else None
@@ -134,7 +136,7 @@ def read_trajectories(
 
 
 def recorded_files(run_dir: str) -> dict[int, list[str]]:
-    """Return the files of training rows by recorded iteration, in order, as paths of the folder's file system.
+    """Return the files of training rows by iteration, in order, as paths in the file system of `run_dir`.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -144,7 +146,7 @@ def recorded_files(run_dir: str) -> dict[int, list[str]]:
 
 
 def recorded_iterations(run_dir: str, split: str) -> list[int]:
-    """Return the iterations with rows of `split`, in order; for `val`, policy versions.
+    """Return the iterations (for `val`, policy versions) that have rows of `split`, in order.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -154,7 +156,7 @@ def recorded_iterations(run_dir: str, split: str) -> list[int]:
 
 
 def iteration_files(run_dir: str, iteration: int, split: str) -> list[str]:
-    """Return the files of one iteration, as paths of the folder's file system; empty if it has none.
+    """Return the files of one iteration, as paths in the file system of `run_dir`; empty if there are none.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -164,10 +166,10 @@ def iteration_files(run_dir: str, iteration: int, split: str) -> list[str]:
 
 
 def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
-    """Remove training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
+    """Delete the training rows, validation rows and old log-probs of `iteration` and later ones.
 
     Called before a run resumes at `iteration`. Chunks are numbered from there again, so files of the abandoned attempt
-    would mix with the new ones. Returns the iterations whose training rows were removed.
+    would mix with the new ones. Returns the iterations whose training rows were deleted.
     """
     filesystem, root = filesystem_of(run_dir)
     removed = []

@@ -1,4 +1,4 @@
-"""The quality of a policy version on the validation prompts: mean, best, worst and majority of its N responses.
+"""Metrics of a policy version on the validation prompts: mean, best, worst and majority of its N responses.
 
 Every number is exact; nothing is bootstrapped. No model library is imported, because light stages run this module.
 """
@@ -25,7 +25,7 @@ from pipeline.track.trajectories import Record
 
 
 class Validation:
-    """The stage that takes validation rows out of the stream: it records them and sends their numbers to the driver."""
+    """A stage that takes validation rows out of the stream, records them, and sends their scores to the driver."""
 
     def __init__(self, run_dir: str, store: StoreClient):
         self._record, self._store = Record(run_dir), store
@@ -45,7 +45,7 @@ class Validation:
 
 
 def prompt_scores(table: pa.Table) -> list[PromptScores]:
-    """Collect the numbers of each prompt (`uid`), in the order of the rows; all rows of a prompt must be present.
+    """Collect the scores of each prompt (`uid`), in the order of the rows; all rows of a prompt must be present.
 
     Args:
         table: validation rows with data_source, uid, score, response, and reward_parts and reward_error if known.
@@ -71,7 +71,7 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
 
 
 def right(accuracies: Iterable[float | None]) -> list[float]:
-    """Return the accuracies of a source that has some; a response without one counts as 0."""
+    """Replace a missing accuracy by 0, for responses of a data source in which some rows have an accuracy."""
     return [acc or 0.0 for acc in accuracies]
 
 
@@ -80,8 +80,8 @@ def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
 
     They are computed for the score (`reward`). If the reward function also returns `acc` (0 to 1, whether the answer is
     right) for some row of the source, they are computed for `acc`, too: then `acc` is under `val-core` and the score
-    under `val-aux`. A row without `acc` counts as 0 there, and in `val-aux/{source}/acc/missing_rate`. N is the largest
-    number of responses of a prompt in the source. Rows whose reward failed count only in
+    under `val-aux`. A row without `acc` counts as 0 in them; `val-aux/{source}/acc/missing_rate` is the fraction of
+    such rows. N is the largest number of responses of a prompt in the source. Rows whose reward failed count only in
     `val-aux/{source}/reward/error_rate`.
     """
     stats: Stats = {}
@@ -105,16 +105,16 @@ def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
 
 
 def check_metric(metric: str, sources: Mapping[str, bool | None], n: int, agent: AgentConfig) -> None:
-    """Refuse a `trainer.best_metric` that no validation will report.
+    """Check that validations will report the metric that `trainer.best_metric` names.
 
     Args:
-        metric: its name.
-        sources: the data sources of the validation rows, and whether their reward has `acc`; None: not known.
-        n: responses to each prompt.
+        metric: name of the metric.
+        sources: the data sources of the validation rows; True if the source's reward has `acc`, None if not known.
+        n: number of responses to each prompt.
         agent: the section `agent`, whose environments may give `acc`, too.
 
     Raises:
-        ValueError: a sentence with the valid names.
+        ValueError: the metric is not among them; the message has the valid names.
     """
     if agent.used and metric.startswith("val-agent/"):
         return

@@ -1,9 +1,9 @@
-"""The actor: the policy that is trained, and its loss.
+"""The actor: the trained policy, and its loss.
 
-    [recompute old log-probs ─► correct for the engine's] ─► per mini-batch: [choose tokens] ─► loss ─► step
+    [recompute old log-probs ─► off-policy correction] ─► per mini-batch: [choose tokens] ─► loss ─► step
 
-Rows whose advantages are all 0 (groups of equal rewards) add nothing to most losses, but count in their normalisation.
-They skip forward and backward passes if the loss allows it; the step is the same.
+Rows whose advantages are all 0 (in groups of equal rewards) add nothing to most losses, but count in the normalisation.
+If the loss allows it, they skip the forward and backward pass; the optimiser step is the same.
 """
 
 import numpy as np
@@ -33,12 +33,12 @@ class Actor(Learner):
     """The sharded policy with its optimiser.
 
     Args, in addition to the arguments of `Learner`:
-        correction: the off-policy correction in force.
-        temperature: sampling temperature of the responses.
+        correction: settings of the off-policy correction (`derived.rollout_correction`).
+        temperature: temperature at which responses were sampled.
         seed: seed of the run, for losses that choose tokens at random.
-        guards_gap: whether the run has a `trainer.max_log_prob_gap`.
-        own_reference: whether the train workers compute the reference's log-probs, which rows then lack.
-        reference: the reference model; None is the policy's base, with the adapters off.
+        guards_gap: whether `trainer.max_log_prob_gap` is set.
+        own_reference: whether the actor computes the reference's log-probs; else the rows of the stream have them.
+        reference: the reference model for `own_reference`; None for the policy with its adapters switched off.
     """
 
     module: Policy
@@ -74,11 +74,11 @@ class Actor(Learner):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """True if the trainer recomputes the old log-probs."""
+        """True if the trainer recomputes the old log-probs (`actor.old_log_probs=recompute`)."""
         return self.config.old_log_probs == "recompute"
 
     def take(self, way: Way) -> None:
-        """Let rows pass through the model, and through a reference of its class, in another way from now on."""
+        """Let rows pass in another way from now on: through the policy, and through a reference of the same class."""
         super().take(way)
         other = self.reference
         if other and type(other.module.decoder) is type(self.module.decoder):
@@ -86,7 +86,7 @@ class Actor(Learner):
 
     @torch.no_grad()
     def compute_reference(self, rows: TrainBatch) -> None:
-        """Write the reference's log-probs into `rows`, if they come without."""
+        """Write the reference's log-probs into `rows`, if the actor has to compute them; a collective."""
         if not self.own_reference:
             return
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
@@ -98,9 +98,10 @@ class Actor(Learner):
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
-        """Write the trainer's own log-probs, and the result of the off-policy correction, into `rows`.
+        """Write the trainer's log-probs before the first step, and the off-policy correction, into `rows`.
 
-        For a loss of pairs, all other rows leave the loss mask.
+        A collective. For a loss that compares pairs, rows that are in no pair also leave the loss mask. Returns
+        metrics.
         """
         if self.loss.of_pairs:
             in_pair = np.isin(np.arange(len(rows)), rows.pairs(list(range(len(rows)))))
@@ -122,20 +123,23 @@ class Actor(Learner):
         return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *entropies])
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
-        """Compute the metrics of the off-policy correction; some need all ranks' rows at once."""
+        """Compute the metrics of the off-policy correction, some of them over all ranks' rows; a collective."""
         if not (self.needs_old_log_probs and self.correction.active):
             return {}
         return self._correct(rows, self.all_reduce).stats
 
     def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
-        """Leave out rows without advantage if they add nothing to the loss."""
+        """Return the rows of `index`, without rows whose advantages are all 0 if they add nothing to the loss."""
         # A guard on the gap between engine and trainer needs tokens even if no group has an advantage.
         skips = self.skips_without_advantage and not (self._shows_gap(number) and self.guards_gap)
         return rows.with_advantages(index) if skips else index
 
     @torch.no_grad()
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
-        """Let the loss choose among all tokens of the global mini-batch, before its first backward pass."""
+        """Write what the loss needs before the first backward pass into `rows`: chosen tokens, and margins of pairs.
+
+        A collective. `token_mask_fn` of the loss chooses among all trained tokens of the global mini-batch.
+        """
         if self.loss.of_pairs:
             self._compare(rows, rows.pairs(index))
         if self.loss.token_mask_fn is None:
@@ -153,7 +157,12 @@ class Actor(Learner):
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 
     def _compare(self, rows: TrainBatch, pairs: np.ndarray) -> None:
-        """Write the margins of the pairs [P, 2] into `rows`; a collective."""
+        """Write the margin of each pair, under the current policy, into `rows.pair_margin`; a collective.
+
+        Args:
+            rows: the rows.
+            pairs: [P, 2] row numbers, the better response and the worse one.
+        """
         assert rows.ref_log_probs is not None
         assert rows.pair_margin is not None
         log_ratio = np.zeros(len(rows.mask))
@@ -223,16 +232,25 @@ class Actor(Learner):
         )
 
     def _shows_gap(self, number: int) -> bool:
-        """Return whether step `number` compares the engine's log-probs: only the first step has unchanged weights."""
+        """Return whether step `number` reports the gap to the engine's log-probs.
+
+        Only the first step does, because its weights have not changed since the version was published; and only if old
+        log-probs are not recomputed, which reports the gap already.
+        """
         return not self.needs_old_log_probs and number == 0
 
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:
-        """Decoupled mode: weights and rejection between the engine's and the old policy, once for all steps."""
+        """Correct in decoupled mode: from the engine's policy to the old policy, once for all steps."""
         old, engine = rows.old_log_probs, rows.rollout_log_probs
         return correct(self.correction, old, engine, rows.mask, rows.row_offsets, all_sum)
 
     def _correct_batch(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
-        """Bypass mode: weights and rejection between the engine's and the current policy."""
+        """Correct in bypass mode: from the engine's policy to the current policy, for one micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            log_probs: [N] log-probs of the current policy.
+        """
         lengths = torch.bincount(batch.row_index, minlength=batch.sequences).cpu().numpy()
         current = log_probs.detach().double().cpu().numpy()
         engine, mask = batch.rollout_log_probs.cpu().numpy(), batch.loss_mask.cpu().numpy()
@@ -240,6 +258,6 @@ class Actor(Learner):
 
 
 def _entropy_stats(entropy: Tensor, batch: MicroBatch) -> Stats:
-    """Mean entropy of the tokens that train."""
+    """Metric `actor/entropy`: mean entropy, in nats, over tokens that count in the loss. `entropy` is [N]."""
     keep = batch.loss_mask > 0
     return {"actor/entropy": mean(torch.where(keep, entropy.detach(), 0.0).sum().item(), keep.sum().item())}

@@ -1,12 +1,13 @@
 """Sharded checkpoints of the training state, through `torch.distributed.checkpoint` and Ray Train.
 
     all ranks     write their shards to a local folder     collective; training waits
-    each rank     copies it to the run's storage           during the next iteration, with retries; the first failure is
-                                                           reported, and the last one ends the run with its model saved
-    each rank     writes `complete_RANK` next to it        the last file, a list of the others; with all of them the
+    each rank     copies its files to the run's storage    during the next iteration, with retries; the first failure is
+                                                           reported; after the last retry the model is saved, and the
+                                                           run ends
+    each rank     writes `complete_RANK` last              a list of the rank's files; with the lists of all ranks the
                                                            checkpoint is complete
 
-A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. For a model with adapters it
+A checkpoint holds tensors, plain numbers and settings; loading it cannot run foreign code. For a model with adapters it
 holds only the adapters.
 """
 
@@ -42,27 +43,27 @@ from pipeline.train.learner import Learner
 from pipeline.train.optim import bytes_kept
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Seconds between attempts to reach the storage."""
+"""First and longest pause between attempts to reach the storage, in seconds. The pause doubles each time."""
 STANDING_S = 60.0
-"""Seconds that training waits for a `STANDING` error to pass."""
+"""Seconds for which a `STANDING` error, which rarely passes by itself, is retried while training waits."""
 
 
 class NotStored(RuntimeError):
-    """Error of a checkpoint that could not be stored. Every rank raises it, and can still save the model elsewhere."""
+    """Error if a checkpoint could not be stored. Every rank raises it, so the ranks can save the model elsewhere."""
 
 
 class Saver:
-    """Saves checkpoints, one at a time, and copies them to the run's storage while training continues.
+    """Writer of checkpoints, one at a time, which are copied to the run's storage while training continues.
 
     Args:
         run_dir: the run's folder or URL.
         root: folder or URL that holds the folder of checkpoints.
         deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
         save_settings: writes the run's settings to a file.
-        copied: called in the copying thread with the version, when this rank's part is copied.
-        say: takes a sentence about a retry; called in any thread.
+        copied: called in the copying thread with the version, after this rank's part was copied.
+        say: called, in any thread, with a sentence about a retry.
 
-    Raises OSError as `staging`.
+    Raises OSError as `staging` does.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Saver:
         self._idle.set()
         self._version = -1
         self._failure: str | None = None
-        """The reason why this rank's part could not be staged or copied."""
+        """Reason why this rank's part could not be written to the local folder or copied."""
         self._awaited: float | None = None
-        """Time since which training waits for the copy."""
+        """Monotonic time since which training waits for the copy; None if it does not wait."""
 
     def check_room(self, learners: Sequence[Learner]) -> None:
-        """Report a disk that has no room for a checkpoint of these learners; a collective."""
+        """Report each disk, local or of the storage, without room for a checkpoint of `learners`; a collective."""
         needed = sum(
             bytes_kept(parameter, learner.optimizer)
             for learner in learners
@@ -111,13 +112,13 @@ class Saver:
                 self._say(f"checkpoint: {problem}")
 
     def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
-        """Write a checkpoint and begin to copy it; a collective. It waits until the previous one has been copied.
+        """Write a checkpoint and begin to copy it; a collective. Waits first until the previous one has been copied.
 
         Args:
-            learners: actor and critic: models, optimisers and schedules to save.
-            kl: its coefficient is saved.
-            version: their policy version.
-            state: version, prompt cursor and validation; on rank 0.
+            learners: actor and critic; their models, optimisers and schedules are saved.
+            kl: KL controller; its coefficient is saved.
+            version: policy version of the learners.
+            state: version, prompt cursor and state of the validation; needed on rank 0, None on others.
 
         Raises:
             TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
@@ -177,8 +178,8 @@ class Saver:
         """Wait until all ranks have copied the last checkpoint; a collective.
 
         Raises:
-            TimeoutError: it took longer than `trainer.deadlines.checkpoint`.
-            NotStored: a rank could not copy it.
+            TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
+            NotStored: a rank could not copy its part.
         """
         self._awaited = time.monotonic()
         if not self._idle.wait(self._deadline):
@@ -190,7 +191,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _noted(self, place: str) -> Iterator[None]:
-        """Note the first error of a disk, which `_agree` raises."""
+        """Catch an error of writing to `place` within the block, and keep it (the first one only) for `_agree`."""
         try:
             yield
         # torch's writers raise errors of their own for a full disk.
@@ -198,7 +199,7 @@ class Saver:
             self._failure = self._failure or _reason(error, place)
 
     def _agree(self) -> None:
-        """Raise NotStored on all ranks if one of them has failed; a collective."""
+        """Raise NotStored on all ranks if one of them has kept an error (`_noted`); a collective."""
         failures = [failure for failure in ranks.all_gather(self._failure) if failure]
         if failures:
             raise NotStored(failures[0])
@@ -232,14 +233,14 @@ class Saver:
         return persisted
 
     def _withdraw(self, checkpoint: Checkpoint, name: str) -> None:
-        """Delete this rank's files of a copy that failed: they would take the room of the run's records."""
+        """Delete this rank's files of a failed copy in the storage, so that the run's records have room."""
         filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{name}")
         for file in (complete_name(self._rank), *(file.name for file in Path(checkpoint.path).iterdir())):
             with contextlib.suppress(OSError):
                 filesystem.delete_file(f"{path}/{file}")
 
     def _record(self, name: str) -> str | None:
-        """Return the content of a file of the run's folder, if it is there."""
+        """Return the content of the file `name` in the run's folder; None if it cannot be read."""
         filesystem, path = filesystem_of(f"{self._run_dir}/{name}")
         try:
             with filesystem.open_input_stream(path) as stream:
@@ -249,9 +250,10 @@ class Saver:
 
 
 def staging() -> str:
-    """Return the folder in which checkpoints wait for their copy: `TMPDIR`, else the system's for temporary files.
+    """Return the local folder to which checkpoints are written before they are copied to the storage.
 
-    Raises OSError if `TMPDIR` is not a writable folder. Python would take another one, which may be too small.
+    This is `TMPDIR`, or else the system's folder for temporary files. Raises OSError if `TMPDIR` is not a writable
+    folder: Python would silently take another folder, which may be too small.
     """
     folder = os.environ.get("TMPDIR")
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -274,14 +276,14 @@ def retry(
 
     Args:
         action: the function to run.
-        patience: seconds of retries; at most `STANDING_S` seconds for `STANDING` errors.
-        place: the file or folder that could not be `done` ("written"), for sentences.
-        done: see `place`.
-        say: takes a sentence at the first failure.
-        awaited: returns the time since which the run waits for the result; None while it does not wait, and then
-            retries have no end.
+        patience: seconds for which it is retried; at most `STANDING_S` for `STANDING` errors.
+        place: file or folder that the action reads or writes, for sentences.
+        done: "read" or "written", for sentences.
+        say: called with a sentence at the first failure.
+        awaited: returns the monotonic time since which the run waits for the result, from which `patience` counts; or
+            None while the run does not wait, and retries have no end.
 
-    Raises OSError if it still fails then.
+    Raises OSError if the action still fails after that time.
     """
     began, pause, failed = time.monotonic(), FIRST_PAUSE_S, False
     while True:
@@ -324,7 +326,10 @@ def _rng() -> dict[str, torch.Tensor]:
 
 
 def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
-    """Return models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
+    """Return learner's name to its model and optimiser state, as tensors that `dcp` saves from or loads into.
+
+    Weights that are not trained are left out.
+    """
     state = {}
     for learner in learners:
         unused = not learner.optimizer.state
@@ -340,6 +345,6 @@ def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
 
 
 def frozen(learner: Learner) -> set[str]:
-    """Return names of weights that are not trained, also of tied ones: with adapters, the base's."""
+    """Return the names of weights that are not trained (with adapters, the base's). A tied weight has several names."""
     parameters = learner.module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}

@@ -1,27 +1,30 @@
-"""Off-policy correction: the engine sampled with one policy, and the trainer differentiates another.
+"""Off-policy correction by importance weights and rejection: the engine samples from another policy than is trained.
 
-r is the trainer's probability of a token divided by the engine's; of a response, the product over its trained tokens.
+The ratio r of a token is the trainer's probability divided by the engine's. The r of a response is the product over its
+trained tokens.
 
-- Decoupled mode (`actor.old_log_probs=recompute`): from the engine's policy to the old one. `correct` runs on all rows
-  of an iteration. Rejected tokens leave the loss mask, and so the counts that normalise the loss.
-- Bypass mode (`actor.old_log_probs=engine`): from the engine's policy to the current one. `correct` runs on each
-  micro-batch, with detached log-probs. The counts come from the loss mask, since they are needed before the forward
-  pass. Weights are for losses without a ratio: the ratio of others, taken against the engine's log-probs, contains r.
+- Decoupled mode (`actor.old_log_probs=recompute`): r is the old policy's probability divided by the engine's. `correct`
+  runs once on all rows of an iteration. Rejected tokens leave the loss mask, and so the counts that normalise the loss.
+- Bypass mode (`actor.old_log_probs=engine`): r is the current policy's probability divided by the engine's. `correct`
+  runs on each micro-batch, with detached log-probs. Rejected tokens still count in the normalisation, since the counts
+  are needed before the forward pass. Weights are for losses without a ratio: in other losses the ratio, relative to the
+  engine's log-probs, contains r already.
 
-Importance weights (`rollout_is`), one per token or one per response: `c` gives min(r, c) (truncated importance
-sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"); `low_high` gives r
-if low <= r <= high, else 0 (IcePop; Ring-1T report, 2025).
+Importance weights (`rollout_is`) are per token or per response. The threshold `c` gives the weight min(r, c) (truncated
+importance sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). The
+threshold `low_high` gives r if low <= r <= high, else 0 (IcePop; Ring-1T report, 2025).
 
 Rejection (`rollout_rs`; MIS and, with `seq_mean_k1`, Geo-RS: Liu et al. 2025, "When speed kills stability"): with
 x = log r of each trained token, k1 = x, k2 = x^2 / 2 and k3 = exp(x) - 1 - x are compared with bounds, inclusively, for
 each token (`token_`), or as their sum, mean or maximum over the response (`seq_sum_`, `seq_mean_`, `seq_max_`). A token
-rule rejects the token, a response rule the whole response. Every rule sees all trained tokens, and a token stays if no
-rule rejects it. Bounds of k1 are on the ratio: r of the token, of the response (`seq_sum_k1`), or its geometric mean
-(`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4; verl documents the same but tests -log r, and so keeps 0.25 <= r <= 2.
+rule rejects the token, a response rule the whole response. Every rule is applied to all trained tokens, and a token is
+kept if no rule rejects it. Bounds of k1 are given for ratios: r of the token (`token_k1`), r of the response
+(`seq_sum_k1`), or the geometric mean of r over the response (`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4; verl
+documents the same but tests -log r, and so keeps 0.25 <= r <= 2.
 
-A log ratio that is NaN passes no rule, gives its token (or response) weight 0, and is left out of metrics. For weights
-and metrics, log ratios and their sums are clamped to plus or minus 20, so that `exp` stays finite; rules see them
-unclamped.
+If a log ratio is NaN, every rule rejects the token (or response), its weight is 0, and metrics leave it out. For
+weights and metrics, log ratios and their sums are clamped to plus or minus 20, so that `exp` stays finite; rules use
+unclamped ones.
 """
 
 import math
@@ -47,7 +50,7 @@ RULES = tuple(f"{level}_{kind}" for level, kinds in _KINDS.items() for kind in k
 """Names of the rejection rules."""
 
 AllSum = Callable[[list[float]], list[float]]
-"""Sums each number over all ranks."""
+"""Function that sums each number of a list over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,58 +58,61 @@ class Rule:
     """A rejection rule with its bounds."""
 
     name: str
-    """Name among `RULES`."""
+    """Name of the rule, one of `RULES`."""
     low: float
-    """k1: smallest ratio that is kept; 0 for the others."""
+    """For k1 the smallest ratio r that is kept; 0 for k2 and k3."""
     high: float
-    """k1: largest ratio that is kept; k2 and k3: largest value."""
+    """For k1 the largest ratio r that is kept; for k2 and k3 the largest value of k2 or k3."""
 
     @property
     def level(self) -> str:
-        """`token`, `seq_sum`, `seq_mean` or `seq_max`."""
+        """First part of the name: `token`, `seq_sum`, `seq_mean` or `seq_max`."""
         return self.name.rpartition("_")[0]
 
     @property
     def kind(self) -> str:
-        """`k1`, `k2` or `k3`."""
+        """Last part of the name: `k1`, `k2` or `k3`."""
         return self.name.rpartition("_")[2]
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A parsed `RolloutCorrectionConfig`."""
+    """The settings of the off-policy correction, parsed."""
 
     level: str | None
-    """Importance weights per `token` or `sequence`; None for none."""
+    """`token` for one importance weight per token, `sequence` for one per response, None for no weights."""
     low: float | None
-    """IcePop's lower bound; None truncates at `high` instead."""
+    """Smallest ratio with a weight above 0 (IcePop); None for weights min(r, high)."""
     high: float
-    """Upper threshold of the weights."""
+    """With `low`, the largest ratio with a weight above 0; else the largest weight."""
     normalize: bool
-    """Divide the weights by their mean over the batch."""
+    """True if weights are divided by their mean over the batch."""
     rules: tuple[Rule, ...]
-    """Rejection rules; a token is kept if it passes all."""
+    """Rejection rules; a token is kept if no rule rejects it."""
 
     @property
     def active(self) -> bool:
-        """True if anything is weighed or rejected."""
+        """True if there are importance weights or rejection rules."""
         return self.level is not None or bool(self.rules)
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """The correction of N tokens."""
+    """Result of the off-policy correction for N tokens."""
 
     weights: np.ndarray | None
     """[N] float64, 0 for masked tokens; None without importance weights. Rejected tokens have weights too."""
     keep: np.ndarray
-    """[N] bool, tokens of the mask that no rule rejects."""
+    """[N] bool, true for tokens of the mask that no rule rejects."""
     stats: Stats
     """Metrics under `rollout_corr/`, to be merged over micro-batches and ranks."""
 
 
 def parse(config: RolloutCorrectionConfig) -> Correction:
-    """Read the correction from the settings; the settings in force are `derived.rollout_correction(config)`.
+    """Parse the settings of the off-policy correction.
+
+    Args:
+        config: settings, as from `derived.rollout_correction`.
 
     Raises:
         ValueError: an unknown level or rule, a rule named twice, a malformed threshold, different numbers of thresholds
@@ -162,7 +168,14 @@ def _rule(name: str, bound: str) -> Rule:
 
 
 def _bounds(key: str, text: str) -> tuple[float | None, float]:
-    """Read `high`, or `low_high`: positive and ascending."""
+    """Parse a threshold: `high` gives (None, high), `low_high` gives (low, high).
+
+    Args:
+        key: last part of the setting's name, for errors.
+        text: value of the setting.
+
+    Raises ValueError if the numbers are not positive and ascending.
+    """
     try:
         numbers = [float(part) for part in text.split("_")]
     except ValueError:
@@ -179,7 +192,13 @@ def _bounds(key: str, text: str) -> tuple[float | None, float]:
 
 
 class _Tokens:
-    """N log ratios of R responses, with sums over responses. Masked values must be 0."""
+    """N log ratios of R responses, with sums over responses.
+
+    Args:
+        log_ratio: [N] log ratios, 0 for masked tokens.
+        trained: [N] bool, true for tokens that train.
+        offsets: [R + 1] first token of each response, and N at the end.
+    """
 
     def __init__(self, log_ratio: np.ndarray, trained: np.ndarray, offsets: np.ndarray):
         self.log_ratio, self.trained = log_ratio, trained
@@ -188,11 +207,15 @@ class _Tokens:
         self.count = self.sum(trained)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """[R] sum of the values [N]."""
+        """[R] sum of `values` [N] over each response."""
         return np.bincount(self.row_index, weights=values, minlength=self.rows)
 
     def aggregate(self, level: str, values: np.ndarray) -> np.ndarray:
-        """[R] sum, mean or maximum (of values >= 0) of the values [N]; for the level `token` the values themselves."""
+        """Aggregate `values` [N] over each response.
+
+        Returns [R] sums for the level `seq_sum`, means over trained tokens for `seq_mean`, and maxima for `seq_max` (of
+        values >= 0); for `token` the values [N] themselves.
+        """
         if level == "token":
             return values
         if level == "seq_max":
@@ -214,19 +237,19 @@ def correct(
     """Compute weights, kept tokens and metrics of R responses with N tokens in all.
 
     Args:
-        correction: the correction; one that is not active gives only metrics.
-        log_probs: [N] the trainer's: the old policy's in decoupled mode, the current one's in bypass mode.
-        rollout_log_probs: [N] the engine's.
+        correction: the correction; if it is not active, only metrics are computed.
+        log_probs: [N] log-probs of the trainer: the old policy's in decoupled mode, the current one's in bypass mode.
+        rollout_log_probs: [N] log-probs of the engine.
         mask: [N] 1 if the token trains; masked values have no influence.
         offsets: [R + 1] first token of each response, and N at the end; a response may be empty.
-        all_sum: sums numbers over all ranks, which must all call `correct` alike; `list` for a single process. None if
-            the call sees only a part of the batch: then weights cannot be normalised, and
+        all_sum: sums numbers over all ranks, each of which must call `correct` too; `list` for a single process. None
+            if the N tokens are only a part of the batch: then weights cannot be normalised, and
             `rollout_is_eff_sample_size` is left out.
 
     With `normalize`, weights are divided by their mean over the kept tokens (or responses with a kept token) of all
     ranks, unless that mean is 0.
 
-    Raises ValueError if weights are to be normalised, without `all_sum`.
+    Raises ValueError if weights are to be normalised and `all_sum` is None.
     """
     if correction.normalize and all_sum is None:
         raise ValueError(
@@ -250,7 +273,11 @@ def correct(
 
 
 def _reject(rules: tuple[Rule, ...], tokens: _Tokens) -> tuple[np.ndarray, Stats]:
-    """[N] tokens that pass all rules, and the share of tokens or responses that each rule rejects."""
+    """Apply the rejection rules.
+
+    Returns [N] bool, true for trained tokens that no rule rejects, and metrics: the fraction of tokens or responses
+    that each rule rejects, and that all rules together reject.
+    """
     trained, log_ratio = tokens.trained, tokens.log_ratio
     # Not `kl_estimate.estimate`, which clamps k3 to 10: a bound above that would reject nothing.
     distances = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": np.expm1(log_ratio) - log_ratio}
@@ -275,8 +302,17 @@ def _reject(rules: tuple[Rule, ...], tokens: _Tokens) -> tuple[np.ndarray, Stats
 def _weigh(
     correction: Correction, tokens: _Tokens, keep: np.ndarray, all_sum: AllSum | None
 ) -> tuple[np.ndarray, Stats]:
-    """[N] importance weights, and their metrics: `mean`, `max`, `min`, `std` and the fractions describe the ratios
-    before truncation, the effective sample size the weights that train."""
+    """Compute importance weights [N], 0 for masked tokens, and their metrics.
+
+    The metrics `mean`, `max`, `min`, `std` and the fractions describe the ratios before truncation. The effective
+    sample size describes the weights of kept tokens, after truncation.
+
+    Args:
+        correction: has a `level`.
+        tokens: the log ratios.
+        keep: [N] bool, true for tokens that no rule rejects.
+        all_sum: as in `correct`.
+    """
     units, kept, log_ratios = tokens.trained, keep, tokens.log_ratio
     if correction.level == "sequence":
         units, kept, log_ratios = tokens.count > 0, tokens.sum(keep) > 0, tokens.sum(log_ratios)
@@ -309,8 +345,15 @@ def _weigh(
 
 
 def _gap(trainer: np.ndarray, engine: np.ndarray, tokens: _Tokens) -> Stats:
-    """Measure the distance of the policies: per token KL(engine || trainer) (k1 and k3) and chi squared(trainer ||
-    engine), which is the variance of the weights; per response the perplexities and chi squared."""
+    """Compute metrics of the gap between the trainer's and the engine's policy.
+
+    Per token: KL(engine || trainer), by k1 and k3, and chi squared(trainer || engine), which is the variance of r. Per
+    response: the perplexities under both, and chi squared.
+
+    Args:
+        trainer, engine: [N] log-probs, 0 for masked tokens.
+        tokens: the log ratios.
+    """
     x = _clamped(tokens.log_ratio[tokens.trained & ~np.isnan(tokens.log_ratio)])
     sums = tokens.sum(tokens.log_ratio)
     rows = (tokens.count > 0) & ~np.isnan(sums)

@@ -1,9 +1,9 @@
-"""The critic: the value model that is trained, and its loss.
+"""The critic: the trained value model, and its loss.
 
     per mini-batch: values ─► clipped value loss against the returns ─► step
 
-Rows bring the returns, and the old values from which the advantages were computed. Every row is trained on, also one
-with advantage 0.
+The rows of the stream have the returns, and the old values from which the advantages were computed. Every row is
+trained on, also one whose advantages are all 0.
 """
 
 import torch
@@ -22,8 +22,12 @@ from pipeline.train.learner import Learner
 
 
 class Critic(Learner):
-    """The sharded value model with its optimiser; `model` are the settings of the policy's model, `mesh` is the
-    actor's (None for one of all ranks without tensor parallelism)."""
+    """The sharded value model with its optimiser.
+
+    Args, in addition to the arguments of `Learner`:
+        model: settings of the policy's model.
+        mesh: the actor's mesh; None makes one of all ranks, without tensor parallelism.
+    """
 
     module: ValueModel
 
@@ -42,7 +46,7 @@ class Critic(Learner):
         self.config = config
 
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """See `Learner.backward`. Raises ValueError if the rows have no values."""
+        """See `Learner.backward`. Raises ValueError if the rows have no old values."""
         if batch.values is None:
             raise ValueError(
                 "the rows have no values, which the critic's loss is clipped around; run the stage `value`"
@@ -57,7 +61,8 @@ class Critic(Learner):
         }, 0.0
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
-        """Return the share of the variance of all ranks' returns that the rows' values explain, if it is defined."""
+        """Return `critic/vf_explained_var`, the fraction of the variance of all ranks' returns that the old values
+        explain; nothing if the returns have no variance."""
         assert rows.values is not None
         values, returns, mask = (torch.from_numpy(x) for x in (rows.values, rows.returns, rows.mask))
         residuals, total = explained_variance(values, returns, mask)

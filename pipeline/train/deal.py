@@ -1,16 +1,17 @@
-"""Deal of a mini-batch's rows to the ranks that train them.
+"""Load balancing: the ranks exchange the rows of a mini-batch so that all have about the same work.
 
 Ray Data gives chunks to the ranks in turn, regardless of the cost of their rows, and every pass of a sharded model
 takes as long as on the slowest rank. So the ranks exchange rows before they train:
 
-1. Units are sorted by their work. A unit is a row, or a whole group if samples share their prompt in a pass or are
-   compared with each other.
-2. Each of the N ranks gets one of the N longest units, then one of the next N, and so on. So the ranks have equally
-   many rows, of similar lengths, and similar micro-batches.
-3. The longest of such a block goes to the rank with the least work so far, and so on, which evens out the sums.
+1. Units are sorted by their work, an estimate of the cost of training on them. A unit is a row, or a whole group if
+   samples share their prompt in a pass or are compared with each other.
+2. Each of the N ranks gets one of the N units with most work, then one of the next N, and so on. So all ranks have the
+   same number of rows, with similar lengths and similar micro-batches.
+3. Among N such units, the one with most work goes to the rank with the least work so far, and so on, which evens out
+   the sums.
 
-Rows stay in their mini-batch, and all ranks have the same numbers and come to the same deal. Only the rows that move
-are sent. A single rank keeps its rows as they are.
+Rows stay in their mini-batch. Every rank knows the work of all units, so all compute the same assignment. Only rows
+that change their rank are sent. A single rank keeps its rows as they are.
 """
 
 import math
@@ -29,14 +30,14 @@ from pipeline.train.critic import Critic
 
 
 def deal(work: np.ndarray, trains: np.ndarray, count: int, idle: float = 0.0) -> np.ndarray:
-    """Choose the rank of each unit, [U] int64.
+    """Assign units to ranks: return the rank of each unit, [U] int64.
 
     Args:
-        work: [U] float64, cost of each unit; `count` divides U.
-        trains: [U] bool, true for units that take part in the actor's update. They are dealt before the others, so that
-            each rank gets equally many of them.
+        work: [U] float64, work of each unit; `count` divides U.
+        trains: [U] bool, true for units that take part in the actor's update. They are assigned before the others, so
+            that each rank gets the same number of them.
         count: number of ranks.
-        idle: work of a unit that does not train, relative to one that does.
+        idle: factor on the work of a unit that does not train, from 0 to 1.
     """
     owner = np.empty(len(work), dtype=np.int64)
     order = np.lexsort((-work, ~trains))
@@ -50,10 +51,15 @@ def deal(work: np.ndarray, trains: np.ndarray, count: int, idle: float = 0.0) ->
 
 
 def work_of(table: pa.Table, hidden_size: int, unit: int = 1) -> np.ndarray:
-    """[R / unit] float64, the work of neighbouring `unit` rows, which share their prompt.
+    """[R / unit] float64, the work of each unit: of `unit` neighbouring rows, which share their prompt.
 
-    A context of L tokens has the work L * (12 H + L): per layer and token about 24 H^2 operations in matrices and,
-    under causal attention, 2 L H in attention.
+    A context of L tokens has the work L * (12 H + L), with the hidden size H. This is proportional to the number of
+    operations: per layer and token about 24 H^2 in matrices and, under causal attention, 2 L H in attention.
+
+    Args:
+        table: R rows.
+        hidden_size: H.
+        unit: number of rows of a unit.
     """
     rows = TokenBatch.from_table(table)
     length = np.asarray(rows.lengths, dtype=np.float64)
@@ -66,7 +72,8 @@ def work_of(table: pa.Table, hidden_size: int, unit: int = 1) -> np.ndarray:
 
 
 def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
-    """[R / unit] bool, true if a row of the unit has a token in the loss mask whose advantage is not 0."""
+    """[R / unit] bool, for each unit of `unit` neighbouring rows: true if a token in the loss mask has an advantage
+    other than 0."""
     mask, offsets = loss_mask(table)
     counts = np.concatenate([[0], np.cumsum((mask > 0) & (flat(table, "advantages")[0] != 0))])[offsets]
     return np.diff(counts).reshape(-1, unit).sum(axis=1) > 0
@@ -74,31 +81,32 @@ def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deal of the rows of a run's parts."""
+    """Exchange of rows among ranks, for each part of an iteration."""
 
     device: torch.device
     """Device on which the process group communicates."""
     segments: int
-    """Number of equal sections of a part whose rows must not mix: its mini-batches, of the actor and of the critic."""
+    """Number of equal sections of a part. Rows stay in their section, so that every mini-batch, the actor's and the
+    critic's, keeps its rows."""
     unit: int
-    """Number of rows that stay together."""
+    """Number of neighbouring rows that stay together on one rank."""
     hidden_size: int
     """Hidden size of the model, which sets the share of attention in a row's work."""
     skips: bool
-    """True if rows without advantage skip the actor's update."""
+    """True if rows whose advantages are all 0 skip the actor's update."""
     idle: float
-    """Work of a row without advantage, relative to the others."""
+    """Factor on the work of a row that skips the update, from 0 to 1."""
     same_rows: int = 1
-    """Number of neighbouring ranks that train the same rows, since they hold one model together."""
+    """Number of neighbouring ranks that train the same rows (tensor and sequence parallelism)."""
 
     @classmethod
     def of(cls, actor: Actor, critic: Critic | None, samples: int, parts: int) -> "Dealer":
         """Make the dealer of a run.
 
         Args:
-            actor, critic: its learners.
-            samples: samples of each prompt.
-            parts: parts of each iteration.
+            actor, critic: the run's learners.
+            samples: number of samples per prompt.
+            parts: number of parts of each iteration.
         """
         steps = [learner.shape.mini_batches for learner in (actor, critic) if learner]
         # Forward passes over all rows (a backward pass costs two of them): recomputed log-probs, the reference, and the
@@ -115,8 +123,14 @@ class Dealer:
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Exchange the rows of `table` with other ranks; returns the rows that this rank trains, `same_rows` times as
-        many. A collective."""
+        """Exchange rows with the other ranks; a collective.
+
+        Returns the rows that this rank trains. They are `same_rows` times as many as in `table`, because each row goes
+        to that many ranks.
+
+        Args:
+            table: the rows of a part that this rank got from the stream.
+        """
         if ranks.count() == 1:
             return table
         size = len(table) // self.segments
@@ -134,13 +148,15 @@ class Dealer:
 
 
 def exchange(table: pa.Table, owner: np.ndarray, device: torch.device, same_rows: int = 1) -> pa.Table:
-    """Return the rows of all ranks' tables that belong to this one, in the order of ranks and rows; a collective.
+    """Send each row to its new ranks; a collective.
+
+    Returns the rows of all ranks' tables that this rank gets, ordered by their old rank and their place in its table.
 
     Args:
         table: this rank's rows.
-        owner: [R] the rank, or group of ranks, that each row belongs to.
+        owner: [R] new group of each row: group g are the ranks g * same_rows to (g + 1) * same_rows - 1.
         device: device on which the process group communicates.
-        same_rows: ranks of a group; each gets all of its rows.
+        same_rows: number of ranks in a group; each of them gets all rows of the group.
     """
     own = ranks.rank()
     packed = []

@@ -1,4 +1,5 @@
-"""Entry point of Ray Train. Its controller imports this module too, so the loop's imports wait until it runs."""
+"""Entry point of train workers. Ray Train's controller imports this module too, so it imports the loop only to run
+it."""
 
 from pipeline.store.events import TrainingEnded
 from pipeline.train.loop_settings import LoopSettings

@@ -1,4 +1,4 @@
-"""The trainer's end of the stream: blocks with a deadline on every wait, and the rows of each iteration."""
+"""The trainer's end of the stream: reads blocks of rows with a deadline, and collects the rows of each iteration."""
 
 import queue
 import threading
@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 PAUSE_S = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks in `TimedIterator.wait`."""
 
 T = TypeVar("T")
 
 
 class RowsTimeout(TimeoutError):
-    """Error of rows that did not come within the deadline."""
+    """Error if rows did not arrive within the deadline."""
 
 
 class TimedIterator:
-    """Blocks from an iterator, read by a thread of its own, with a deadline on every wait; empty ones are skipped.
+    """Reader of blocks from an iterator, in a separate thread, with a deadline on every wait. Skips empty blocks.
 
     Args:
         blocks: Arrow tables.
         timeout: seconds that one block may take.
-        hint: event that the run waits for, or setting to change, for the error.
+        hint: returns the end of the error's sentence: the event that the run waits for, or a setting to change.
     """
 
     def __init__(self, blocks: Iterator[pa.Table], timeout: float, hint: Callable[[], str]):
@@ -37,7 +37,7 @@ class TimedIterator:
         """Return the next block; None after the last one.
 
         Raises:
-            RowsTimeout: it did not come in time; the message names `what`.
+            RowsTimeout: the block did not arrive in time; the message names `what`.
             Exception: the iterator raised it.
         """
         if self._ended:
@@ -52,10 +52,10 @@ class TimedIterator:
         return item
 
     def wait(self, ready: Callable[[], T | None], what: str) -> T | None:
-        """Wait until `ready` gives something else than None, and return it; None if the first block comes before.
+        """Call `ready` until it returns something other than None, and return that; None if a block arrives first.
 
         Raises:
-            RowsTimeout: neither came in time; the message names `what`.
+            RowsTimeout: neither happened in time; the message names `what`.
             Exception: the iterator raised it.
         """
         deadline = time.monotonic() + self._timeout
@@ -80,12 +80,12 @@ class TimedIterator:
 
 
 class RowsFeed:
-    """The rows of iterations, in equal parts.
+    """Reader of this rank's rows, iteration by iteration, each in `parts` equal parts.
 
     Args:
-        blocks: chunks in the order of the stream.
-        chunks: chunks of one iteration that come to this rank.
-        parts: parts of an iteration; it divides `chunks`.
+        blocks: this rank's chunks in the order of the stream.
+        chunks: number of chunks of one iteration that this rank gets.
+        parts: number of parts of an iteration; it divides `chunks`.
     """
 
     def __init__(self, blocks: TimedIterator, chunks: int, parts: int = 1):
@@ -94,11 +94,15 @@ class RowsFeed:
         self.parts = parts
 
     def next(self, iteration: int, part: int = 0) -> pa.Table | None:
-        """Return the rows of part `part`, from 0, of `iteration`, in chunk order; None if the stream has ended before.
+        """Return the rows of one part of an iteration, in chunk order; None if the stream ended before the iteration.
+
+        Args:
+            iteration: number of the iteration.
+            part: number of the part, from 0.
 
         Raises:
-            RowsTimeout: a chunk did not come in time.
-            RuntimeError: rows of another iteration came, or the stream ended inside an iteration.
+            RowsTimeout: a chunk did not arrive in time.
+            RuntimeError: rows of another iteration arrived, or the stream ended inside an iteration.
         """
         first = part * self._chunks_per_part
         tables: list[pa.Table] = []
@@ -115,6 +119,6 @@ class RowsFeed:
         return pa.concat_tables(tables)
 
     def drain(self) -> None:
-        """Wait for the end of the stream. Raises RuntimeError if there are more rows."""
+        """Wait for the end of the stream. Raises RuntimeError if more rows arrive."""
         if (table := self._blocks.next("end of the stream")) is not None:
             raise RuntimeError(f"{len(table)} rows came after the last iteration")

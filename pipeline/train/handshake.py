@@ -1,8 +1,9 @@
-"""The train loop's side of the handshake (`models/handshake.py`): its time, its consequences and its record.
+"""The train loop's side of the handshake (`models/handshake.py`), which compares the log-probs of engine and trainer.
 
-It is due at each start of a run, also of one that resumes. Workers that restart read its record, and pass rows through
-the model in the way that it found. If that is another way than the first one, critic, reference and replicas of the
-policy's class take it, too: they have the same code.
+The handshake is due at each start of a run, also at a resumed one. Its result, the way in which rows pass through the
+model, is recorded in the run's folder: train workers that are restarted read it instead of comparing again. If the
+result is another way than the one of the settings, critic, reference and scoring replicas whose model has the policy's
+class take it too, since they run the same code.
 """
 
 import json
@@ -26,19 +27,19 @@ from pipeline.train.actor import Actor
 from pipeline.train.learner import Learner
 
 FILE = "handshake.json"
-"""File in a run's folder with the findings, and the start that they belong to."""
+"""File in a run's folder with the result of the handshake, and the name of the start that it belongs to."""
 
 
 class Handshake:
-    """The handshake of one start; every rank makes one.
+    """The handshake of one start of a run. Every rank creates one, which is a collective.
 
     Args:
-        config: the run's.
-        actor: the policy as it trains.
-        learners: the policy, and the critic.
+        config: the run's configuration.
+        actor: the actor.
+        learners: actor and, if the run has one, critic.
         run_dir: the run's folder.
-        start: name of this start.
-        last: whether no iteration is left.
+        start: name of this start of the run.
+        last: whether all iterations are trained already; then no handshake is due.
     """
 
     def __init__(self, config: Config, actor: Actor, learners: Sequence[Learner], run_dir: str, start: str, last: bool):
@@ -46,9 +47,9 @@ class Handshake:
         self._path = Path(run_dir, FILE)
         known = ranks.broadcast(self._known() if ranks.rank() == 0 else None)
         self.plan: GreetingPlan | None = None
-        """The rows to compare; None if the handshake is not due."""
+        """Plan of the rows to compare; None if the handshake is not due."""
         self.change: Change | None = None
-        """The change that the handshake has made to the passes."""
+        """New way in which rows pass through models of the policy's class; None if the handshake changed nothing."""
         if known is not None:
             self._take(Way(**known["first"]), Way(**known["way"]))
         elif uses_engines(config) and not last:
@@ -58,19 +59,20 @@ class Handshake:
 
     @property
     def due(self) -> bool:
-        """True if engine and trainer are still to be compared."""
+        """True if engine and trainer must still be compared."""
         return self.plan is not None
 
     @property
     def shaking(self) -> Shaking:
         """The handshake's state at the start, for the policy store.
 
-        If engines sleep, the trainer computes once it has an iteration's rows, so replicas cannot wait for it.
+        With `rollout.sleep` the trainer compares only after it has the rows of an iteration. Scoring replicas are
+        needed for these rows, so they must not wait: the state is `settled` from the start.
         """
         return Shaking(self.plan, change=self.change, settled=not self.due or self._config.rollout.sleep)
 
     def _types(self) -> list[torch.dtype]:
-        """Return the types in which engine and trainer compute."""
+        """Return the dtypes in which engine and trainer compute, in this order."""
         config = self._config
         own = config.actor.fsdp.compute_dtype(config.model.dtype, self._actor.device.type == "cuda")
         return [torch_dtype(config.rollout.dtype, "rollout.dtype"), torch_dtype(own, "actor.fsdp.param_dtype")]
@@ -85,7 +87,7 @@ class Handshake:
         self.change = Change(decoder.__name__, way)
 
     def _known(self) -> dict[str, Any] | None:
-        """Return the findings of an earlier attempt of this start."""
+        """Return the recorded result of an earlier attempt of this start; None without one."""
         try:
             found: dict[str, Any] = json.loads(self._path.read_text())
         except FileNotFoundError:
@@ -93,11 +95,15 @@ class Handshake:
         return found if found["start"] == self._start else None
 
     def settle(self, greeting: Greeting) -> str:
-        """Compare the policy with the engine, and let it take the way in which both agree; a collective.
+        """Compare trainer and engine, and switch the learners to the way in which they agree; a collective.
 
-        Returns the findings as a sentence.
+        Returns the result as a sentence.
 
-        Raises FinalError if they do not agree, and `trainer.handshake` is `refuse`.
+        Args:
+            greeting: rows that an engine generated, with the engine's log-probs.
+
+        Raises FinalError if trainer and engine do not agree and `trainer.handshake` is `refuse`, or if the settings do
+        not allow the way in which they agree.
         """
         plan, self.plan = self.plan, None
         assert plan is not None
@@ -132,7 +138,7 @@ class Handshake:
         return text
 
     def _why_not(self, way: Way) -> str | None:
-        """Return the reason why the run cannot take a way, and the remedy; None if it can."""
+        """Return the reason why the settings do not allow `way`, and the remedy, as a clause; None if they allow it."""
         config = self._config
         if config.model.share_prompts == "always" and not way.shared:
             return "model.share_prompts=always does not allow that; set it to auto"

@@ -1,9 +1,9 @@
 """The common part of actor and critic: a sharded model, its optimiser and its learning-rate schedule.
 
 An update passes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, with one
-optimiser step each (`update.py`). Chunks come to the ranks in turn, a mini-batch is a whole number of chunks, and ranks
-exchange rows only within a mini-batch (`deal.py`), so it holds the same rows for any number of ranks. Its gradient is
-normalised by counts over all ranks.
+optimiser step for each mini-batch (`update.py`). The ranks get chunks in turn, a mini-batch is a whole number of
+chunks, and ranks exchange rows only within a mini-batch (`deal.py`). So a mini-batch holds the same rows for any number
+of ranks. The gradient of a mini-batch is divided by counts over all ranks.
 """
 
 import math
@@ -35,15 +35,15 @@ class Learner(ABC):
     """A sharded model with its optimiser.
 
     Args:
-        name: `actor` or `critic`, the first part of its metrics' names.
+        name: `actor` or `critic`, the first part of the names of its metrics.
         module: the model, with a `decoder`; it is sharded in place.
         config: the section `actor` or `critic`.
         shape: settings of the update.
         device: this rank's device.
-        iterations: number of iterations that update it, for the learning-rate schedule.
+        iterations: number of iterations that update the learner, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
-        mesh: the ranks that loaded slices of the model. Neighbours that get the same rows compute one learner
-            together: metrics are complete without all but the first of them.
+        mesh: the ranks that loaded slices of the model. Of neighbouring ranks that process the same rows
+            (`mesh.same_rows`), only the first one's metrics count.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Learner(ABC):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
         self.passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
-        """The passes of rows through the model."""
+        """The form in which rows pass through the model."""
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         check_repeatable(self.module, device)
@@ -73,7 +73,7 @@ class Learner(ABC):
         return self.passes.shared
 
     def take(self, way: Way) -> None:
-        """Let rows pass through the model in another way from now on."""
+        """Let rows pass through the model in the form and with the attention of `way` from now on."""
         self.passes = self.passes.taking(way, self.module)
 
     # Different in actor and critic.
@@ -99,11 +99,11 @@ class Learner(ABC):
         return {}
 
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
-        """Write into `rows` the tokens of the mini-batch `index` that the loss chooses; a collective."""
+        """Write into `rows` what the loss computes over the whole mini-batch `index` in advance; a collective."""
         return
 
     def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
-        """Select the rows of `index` that need a forward pass in step `number` of the iteration."""
+        """Return the rows of `index` that need a forward pass in step `number` of the iteration."""
         return index
 
     @abstractmethod
@@ -111,19 +111,26 @@ class Learner(ABC):
         """Run the forward and backward pass of a micro-batch in step `number` of the iteration.
 
         Returns:
-            metrics, and the number of tokens of the loss mask that the pass rejected. The loss, and metrics of kind
-            `sum`, are not divided by the counts of the mini-batch.
+            metrics, and the number of tokens in the loss mask that the off-policy correction rejected in this pass. The
+            loss, and metrics of kind `sum`, are not divided by the counts of the mini-batch yet.
         """
 
     # The same in both.
 
     def aggregate(self, per_token: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
-        """Return one loss from losses [N] of the tokens in `mask` [N], not divided by the counts of the mini-batch."""
+        """Sum the losses of a micro-batch by `loss_agg_mode`, not divided by the counts of the mini-batch yet.
+
+        Args:
+            per_token: [N] losses.
+            mask: [N] 1 if the token counts.
+            batch: the micro-batch.
+        """
         shape = self.shape
         return agg_loss(per_token, mask, shape.agg_mode, batch.row_index, batch.sequences, shape.scale_factor)
 
     def mini_batches(self, rows: TrainBatch) -> Iterator[tuple[int, list[int]]]:
-        """Yield `(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
+        """Yield (step number, row numbers) for each optimiser step of an iteration; steps count from 0 over all
+        epochs."""
         for epoch in range(self.shape.epochs):
             for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
                 yield epoch * self.shape.mini_batches + number, index.tolist()
@@ -131,13 +138,13 @@ class Learner(ABC):
     def micro_batches(
         self, rows: TrainBatch, index: list[int], whole_rows: bool = False, passes: Passes | None = None
     ) -> Iterator[MicroBatch]:
-        """Build micro-batches of the rows `index`, equally many on every rank, since each pass is a collective.
+        """Yield micro-batches of the rows `index`, the same number on every rank, since each pass is a collective.
 
         Args:
-            rows: any rows.
-            index: numbers of the rows to pack.
-            whole_rows: keep the contexts of a row in one micro-batch.
-            passes: another model's passes, if the micro-batches are for it.
+            rows: the rows.
+            index: numbers of the rows to put into micro-batches.
+            whole_rows: whether all contexts of a row must be in one micro-batch.
+            passes: form of the rows for another model, such as the reference; None for this learner's.
         """
         passes = passes or self.passes
         budget, packed = self.shape.max_tokens, passes.packed
@@ -148,18 +155,18 @@ class Learner(ABC):
             yield self.collate(rows, [packs[i] for i in part], passes)
 
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
-        """Make the micro-batch of these packs, as the model takes it; see `packing.collate`."""
+        """Build the micro-batch of `packs` (lists of context numbers) on this rank's device; see `packing.collate`."""
         packed = (passes or self.passes).packed
         return collate(rows, packs, packed=packed, sequence=self.mesh.positions).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:
         """Clip the gradient and take one optimiser step; a collective.
 
-        A step is skipped, and counted, if the gradient is not finite or no token trains.
+        The step is skipped, and counted as skipped, if the gradient is not finite or no token trains. Returns metrics.
 
         Args:
-            tokens: tokens of the loss mask, of all ranks.
-            rejected: this rank's tokens of the loss mask that the passes rejected.
+            tokens: number of tokens in the loss mask, over all ranks.
+            rejected: number of this rank's tokens in the loss mask that `backward` reported as rejected.
 
         Raises FloatingPointError, on every rank, if too many consecutive gradients were not finite.
         """
@@ -190,16 +197,16 @@ class Learner(ABC):
         self.scheduler.step()
 
     def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
-        """See `ranks.all_reduce`; ranks with the same rows count as one."""
+        """Reduce over all ranks, as `ranks.all_reduce`, but count ranks that process the same rows once."""
         reduced = ranks.all_reduce(values, self.device, op)
         return [value / self.mesh.same_rows for value in reduced] if op == ranks.SUM else reduced
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks, or groups of ranks, that see different rows."""
+        """Number of ranks, or groups of `mesh.same_rows` ranks, that process different rows."""
         return ranks.count() // self.mesh.same_rows
 
     @property
     def leads(self) -> bool:
-        """True if this rank is the first of the ranks that have its rows."""
+        """True if this rank is the first of the ranks that process the same rows."""
         return ranks.rank() % self.mesh.same_rows == 0

@@ -13,9 +13,12 @@ class LoopSettings:
 
     config: Config
     schedule: Schedule
+    """Numbers of iterations and chunks, and the iterations that are validated."""
     store: Any
+    """Handle of the policy store's actor."""
     run_dir: str
+    """Folder or URL of the run."""
     start: str = ""
-    """Name of this start of the run, which restarts of its workers share."""
+    """Name of this start of the run; it stays the same if train workers are restarted."""
     policy: str | None = None
-    """Folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with `model.path`."""
+    """Folder or URL of another run's checkpoint whose weights a new run begins with; None begins with `model.path`."""

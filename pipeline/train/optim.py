@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule. Settings are checked against the bounds that the config declares."""
+"""AdamW, in variants for bfloat16 weights and for a state in host memory, and its learning-rate schedule."""
 
 from typing import Any
 
@@ -12,17 +12,18 @@ from pipeline.config.learner import OptimConfig
 from pipeline.train.schedule import rate_factor
 
 LOW = "low_half"
-"""Name in the state of the lower half of a float32 weight."""
+"""Name in the optimiser's state of the lower 16 bits of float32 weights, if the parameter is bfloat16."""
 
 
 class ByParameterAdamW(torch.optim.AdamW):
-    """AdamW that takes one parameter after the other, with float32 weights and averages. The numbers are AdamW's.
+    """AdamW that updates one parameter after the other, in float32 also if parameters are bfloat16.
 
-    A bfloat16 weight is the upper half of a float32 one, rounded; the state has the lower half, two bytes a number.
-    Steps that are small compared with a weight are lost in plain bfloat16: at a learning rate of 1e-6, nearly all.
+    The result equals AdamW's on float32 weights. A bfloat16 parameter holds the upper 16 bits of each float32 weight,
+    rounded; the optimiser's state holds the lower 16 bits. In plain bfloat16, steps that are small compared with the
+    weight are lost: at a learning rate of 1e-6, nearly all.
 
     Args, in addition to AdamW's:
-        host: whether the state is in host memory between steps. The device then holds the state of one parameter.
+        host: whether the state is in host memory between steps. The device then holds one parameter's state at a time.
     """
 
     HOST = torch.device("cpu")
@@ -79,7 +80,8 @@ class ByParameterAdamW(torch.optim.AdamW):
                     self.state[parameter][name] = value.to(device)
 
     def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
-        """Move the state of a parameter to `device`; its count of steps stays at the place that fused AdamW needs."""
+        """Move the state of a parameter to `device`, except the count of steps, which fused AdamW needs on the device
+        of the parameter."""
         state = self.state[parameter]
         for name, value in state.items():
             if name != "step":
@@ -87,9 +89,10 @@ class ByParameterAdamW(torch.optim.AdamW):
 
 
 def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 numbers, of any shape, into two halves of the same shape.
+    """Split float32 numbers into two tensors of 16 bits and the same shape; `joined` reverses this exactly.
 
-    Returns bfloat16 numbers, rounded to the nearest, and int16 distances of the float32 bits from them.
+    Returns the numbers as bfloat16, rounded to the nearest, and int16 differences between the float32 bits and the bits
+    of the bfloat16 numbers.
     """
     # Rounding up would make a zero of a NaN with other bits, such as a GPU's.
     bits = whole.masked_fill(whole.isnan(), torch.nan).view(torch.int32)
@@ -98,7 +101,7 @@ def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """Join the bfloat16 and int16 halves of `halves` into float32 numbers of the same shape."""
+    """Join the two results of `halves` into the float32 numbers, of the same shape."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
@@ -107,11 +110,16 @@ def _local(tensor: Any) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.Optimizer:
-    """Build AdamW over the trainable parameters of `model`, which is sharded already.
+    """Build AdamW over the trainable parameters of `model`.
 
-    Weight decay applies only to matrices, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
-    rate of the groups of `adamw_8bit` is a tensor; bfloat16 weights are then rounded up or down at random, so that
-    small steps count on average.
+    Weight decay applies only to matrices, not to vectors (norms, biases). With `adamw_8bit` the learning rate in
+    `param_groups` is a tensor, and bfloat16 weights are rounded up or down at random, so that small steps count on
+    average.
+
+    Args:
+        model: sharded already.
+        config: the section `optim`.
+        offload: `fsdp.offload`; with `optimizer` the state is in host memory between steps.
     """
     if len(config.betas) != 2:
         raise ValueError(f"optim.betas={list(config.betas)} must be two numbers.")
@@ -133,7 +141,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
 
 
 def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-    """Return bytes of this rank's part of a trained parameter and of AdamW's state for it."""
+    """Return the number of bytes of this rank's part of a trained parameter and of its AdamW state."""
     count = _local(parameter).numel()
     if isinstance(optimizer, torch.optim.AdamW):
         # The weight and two averages in float32; of a bfloat16 weight the lower half is in the state.
@@ -143,5 +151,11 @@ def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """Build the schedule of `rate_factor` over `total_steps` optimiser steps; `step()` is called after each."""
+    """Build the learning-rate schedule of `rate_factor`. The caller calls `step()` after each optimiser step.
+
+    Args:
+        optimizer: its learning rate is set.
+        config: the section `optim`.
+        total_steps: number of optimiser steps of the run.
+    """
     return LambdaLR(optimizer, rate_factor(config, total_steps))

@@ -1,4 +1,5 @@
-"""The ranks of a run: all train workers, each with its own rows. All but `rank` and `count` are collectives."""
+"""Communication among the ranks of a run, its train workers. All functions but `backend`, `rank` and `count` are
+collectives."""
 
 from typing import Any
 
@@ -9,9 +10,10 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def backend(use_gpu: bool) -> str:
-    """Return the backends of the run's process group, by device.
+    """Return the backends of the run's process group, by device, in torch's form.
 
-    Objects and barriers use the CPUs' backend: with NCCL they would wait for the GPU's queue, and copy to it.
+    With GPUs, objects and barriers still use gloo on CPUs: over NCCL they would be copied to the GPU, and wait for its
+    queue.
     """
     return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
 
@@ -32,7 +34,7 @@ def barrier() -> None:
 
 
 def all_reduce(values: list[float], device: torch.device, op: Any = SUM) -> list[float]:
-    """Return the values summed (or reduced by `op`) over all ranks."""
+    """Return each of `values` summed, or reduced by `op`, over all ranks. `device` is this rank's device."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)
     return tensor.tolist()

@@ -1,9 +1,9 @@
-"""The reference as a second model in the train workers, for a KL in the loss if no GPU can hold it whole.
+"""The reference policy as a second, sharded model in the train workers, for a KL in the loss if it fits no single GPU.
 
     rows ─► micro-batches of the actor's size ─► gather a layer ─► compute ─► free it ─► ... ─► `ref_log_probs`
 
-The model is frozen and in the type of the computation, so that P parameters in bfloat16 are 2 P bytes, divided over the
-actor's mesh. With `scoring.reference.offload` they wait in host memory.
+The model is frozen, and its weights have the dtype of the computation: P parameters in bfloat16 are 2 P bytes, divided
+over the actor's mesh. With `scoring.reference.offload` the weights are kept in host memory between passes.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ from pipeline.models.sharing import Passes
 
 @dataclass
 class ShardedReference:
-    """A frozen model, and the passes of rows through it."""
+    """The frozen reference model, and the form in which rows pass through it."""
 
     module: Policy
+    """The reference model, sharded."""
     passes: Passes
+    """Whether rows are packed, and whether samples share their prompt."""
 
     @classmethod
     def load(
@@ -38,14 +40,14 @@ class ShardedReference:
         """Load the model of `config`; a collective.
 
         Args:
-            config: path, and the type of weights and computation (`derived.scoring_model`).
-            trained: the policy, for its vocabulary and `share_prompts`.
+            config: settings of the reference: path, and dtype of weights and computation (`derived.scoring_model`).
+            trained: settings of the policy, for the size of its vocabulary and `share_prompts`.
             device: this rank's device.
             mesh: the ranks that divide the weights.
-            offload: whether the weights stay in host memory.
-            longest: tokens of the longest row; None for the model's own limit.
+            offload: whether the weights are kept in host memory between passes.
+            longest: length of the longest row in tokens; None for the model's own limit.
 
-        Raises ValueError as `load_reference`, and if prompts must be shared and the model cannot.
+        Raises ValueError as `load_reference` does, and if `share_prompts` is `always` and the model cannot pack rows.
         """
         module = load_reference(config, trained, mesh, longest)
         passes = Passes.of(module, trained.share_prompts, mesh.sequence_ranks)

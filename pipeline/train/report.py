@@ -12,11 +12,11 @@ from pipeline.config import Config
 from pipeline.stats import Stat, Stats
 
 TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-"""Words of torch's errors for a collective operation that took too long."""
+"""Pattern in torch's error for a collective operation that took too long."""
 
 
 class CollectiveTimeout(TimeoutError):
-    """Error of a collective operation that another train worker did not reach in time."""
+    """Error if another train worker did not reach a collective operation in time."""
 
 
 def is_collective_timeout(error: RuntimeError) -> bool:
@@ -27,7 +27,10 @@ def is_collective_timeout(error: RuntimeError) -> bool:
 
 @contextmanager
 def timed(timings: Stats, name: str) -> Iterator[None]:
-    """Add the wall-clock seconds of the block to `timing_s/{name}`; the slowest rank counts."""
+    """Add the wall-clock seconds of the block to the metric `timing_s/{name}` in `timings`.
+
+    When metrics of ranks are merged, the slowest rank's time is kept.
+    """
     begun = time.perf_counter()
     yield
     key = f"timing_s/{name}"
@@ -36,10 +39,13 @@ def timed(timings: Stats, name: str) -> Iterator[None]:
 
 
 def stop_reason(metrics: Mapping[str, float], table: pa.Table, iteration: int, config: Config) -> str | None:
-    """Return the reason why an iteration's metrics, of all ranks, end the run; None if it may continue.
+    """Return a sentence on why the run must end after an iteration; None if it may continue.
 
-    `table` has this rank's rows, for an example of an error. The limits are `reward.max_error_rate` and
-    `trainer.max_log_prob_gap`.
+    Args:
+        metrics: the iteration's metrics over all ranks.
+        table: this rank's rows of the iteration, for an example of a reward error.
+        iteration: number of the iteration.
+        config: has the limits `reward.max_error_rate` and `trainer.max_log_prob_gap`.
     """
     limit = config.reward.max_error_rate
     if metrics["reward/error_rate"] > limit:

@@ -1,11 +1,13 @@
-"""Loads the newest whole checkpoint of a run into its learners.
+"""Loads the newest undamaged checkpoint of a run into its learners.
 
-    newest first     files and their lengths              rank 0
-                     checksums, an equal part each        all ranks
-    damaged          the next one is tried; when one is whole, the damaged ones after it are renamed, and reported
-    whole            it is loaded                         all ranks
+    for each checkpoint, the newest first:
+        check that all files are there, with the right lengths     rank 0
+        check their checksums, an equal part on each rank          all ranks
+        damaged: try the next older one
+        whole: rename and report the newer, damaged ones; load     all ranks
 
-All of this comes before the first tensor is loaded, and rank 0 decides: others might find another checkpoint.
+No tensor is loaded before a checkpoint has passed these checks. Rank 0 decides which checkpoints are tried, because
+other ranks might see other files.
 """
 
 import contextlib
@@ -53,25 +55,25 @@ def restore(
     patience: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> TrainerState:
-    """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
+    """Load the newest undamaged checkpoint of the run into `learners` and `kl`; a collective.
 
-    The files decide which one is whole, because Ray Train's own list is updated later.
+    The files in the storage are searched, not Ray Train's list of checkpoints, which is updated later.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
-        kl: the controller of the KL's coefficient.
+        kl: the KL controller.
         root: folder or URL that holds the run's folder of checkpoints.
-        policy: folder or URL of the checkpoint of another run, for a run without one of its own; only its weights are
-            loaded.
-        patience: seconds of retries while the storage does not answer.
-        say: takes a sentence about a retry, or about damage.
+        policy: folder or URL of another run's checkpoint. Only its weights are loaded, and only if this run has no
+            checkpoint yet.
+        patience: seconds for which a storage that does not answer is tried again.
+        say: called with a sentence about a retry or about damage.
 
     Returns:
         the restored state; version 0 for a new run.
 
     Raises:
         OSError: the storage did not answer.
-        FinalError: all checkpoints are damaged, or one cannot be loaded.
+        FinalError: all checkpoints are damaged, or the checkpoint cannot be loaded.
     """
     own = ranks.broadcast(retry(lambda: places(root), patience, root, "read", say) if ranks.rank() == 0 else None)
     problems: list[Damaged] = []
@@ -96,7 +98,10 @@ def restore(
 
 @contextlib.contextmanager
 def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator[tuple[Path | None, Damaged | None]]:
-    """Yield the checkpoint in `place` as a folder of this machine, None if it is not whole; and its damage."""
+    """Yield the checkpoint at `place`, a folder or URL, as a local folder, after all checks; a collective.
+
+    Yields (folder, None), (None, the damage), or (None, None) if the checkpoint is not complete.
+    """
     found: Saved | Damaged | None = None
     if ranks.rank() == 0:
         try:
@@ -118,18 +123,27 @@ def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator
 
 
 def _keep_aside(problems: Sequence[Damaged], taken: str, say: Callable[[str], None]) -> None:
-    """Rename the damaged checkpoints and report it, on rank 0."""
+    """Rename the damaged checkpoints and report this, on rank 0.
+
+    Args:
+        problems: the damaged checkpoints.
+        taken: the older checkpoint that is loaded instead, for the sentence.
+        say: called with a sentence for each.
+    """
     if ranks.rank() == 0:
         for error in problems:
             say(f"{error}; it is kept as {Path(set_aside(error.place)).name}, and {taken} is taken")
 
 
 def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLController) -> TrainerState:
-    """Load the checkpoint of `place`, which is in `folder`."""
+    """Load the checkpoint in the local `folder` into `learners`, `kl` and the random generators; a collective.
+
+    `place` names the checkpoint in errors.
+    """
     state = training_state(learners)
     rng = folder / f"rng_{ranks.rank()}.pt"
     try:
-        # Earlier versions trained bfloat16 weights without their lower halves, which then are zeros.
+        # Checkpoints of earlier versions lack the lower halves of bfloat16 weights, which then are zeros.
         load_checkpoint(state, folder, optional=(LOW,))
         progress = json.loads((folder / PROGRESS).read_text())
         generators = _generators(rng) if rng.is_file() else None
@@ -157,7 +171,10 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
 
 
 def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None:
-    """Load the weights of the learners that the checkpoint of `place`, which is in `folder`, has."""
+    """Load only the weights of the checkpoint in the local `folder`, for each learner that it has.
+
+    `place` names the checkpoint in errors.
+    """
     state = {}
     try:
         there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
@@ -174,7 +191,7 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None
 
 
 def _generators(file: Path) -> dict[str, torch.Tensor]:
-    """Load the states of random generators from a file. Raises ValueError if it is damaged."""
+    """Read the states of random generators, `cpu` and `cuda`, from a file. Raises ValueError if it is damaged."""
     try:
         states: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as shares of the peak rate, and their jumps in a continued run of another length."""
+"""Learning-rate schedules, relative to the peak rate, and notes on jumps of the rate when a run is continued."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,13 +11,15 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: progress,
 }
-"""Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
+"""`optim.lr_scheduler_type` to a function of the decay's progress, from 0 to 1, that returns the fraction of the fall
+from peak to minimum rate that is done, from 0 to 1."""
 
 
 def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each step, counted from 0, as a share of `lr`.
+    """Return a function from the number of an optimiser step, from 0, to its learning rate divided by `lr`.
 
-    Linear warm-up from `1 / warmup` to 1, then the schedule down to `min_lr_ratio` at the last of `total_steps` steps.
+    The factor rises linearly from `1 / warmup` to 1 in the warm-up, then falls by the schedule to `min_lr_ratio` at the
+    last of `total_steps` steps.
     """
     shape, warmup = SHAPES[config.lr_scheduler_type], config.warmup(total_steps)
 
@@ -31,11 +33,13 @@ def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]
 
 
 def jumps(progress: dict[str, Any], schedules: dict[str, tuple[OptimConfig, int]]) -> Iterator[str]:
-    """Yield one sentence for each learner whose learning rate jumps when a checkpoint is continued.
+    """Yield one sentence for each learner whose learning rate jumps when training continues from a checkpoint.
+
+    A jump is a change by at least 1 % of the peak rate, for example because the run now has another number of steps.
 
     Args:
-        progress: `progress.json` of the checkpoint. Older versions did not write the learning rates.
-        schedules: settings and steps of the schedule from now on, by the learner's name.
+        progress: content of the checkpoint's `progress.json`. Older versions did not write the learning rates.
+        schedules: learner's name to its settings and total number of optimiser steps from now on.
     """
     for name, (optim, steps) in schedules.items():
         done, rate = progress["scheduler_steps"].get(name), progress.get("learning_rates", {}).get(name)

@@ -22,7 +22,13 @@ from pipeline.weights.publish import WeightPublisher
 
 
 def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
-    """Build the actor and, if it has one, its reference, sharded over all ranks; `iterations` of the run update it."""
+    """Build the actor and, if it is in the train workers, the reference, sharded over all ranks.
+
+    Args:
+        config: the run's configuration.
+        device: this rank's device.
+        iterations: number of iterations that update the actor, for the learning-rate schedule.
+    """
     mesh = make_mesh(device, config.actor.parallel)
     return Actor(
         config.actor,
@@ -47,7 +53,14 @@ def _build_reference(config: Config, device: torch.device, mesh: Mesh) -> Sharde
 
 
 def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:
-    """Build the critic, sharded over the actor's `mesh` (None makes one); `iterations` of the run update it."""
+    """Build the critic, sharded over all ranks.
+
+    Args:
+        config: the run's configuration.
+        device: this rank's device.
+        iterations: number of iterations that update the critic, for the learning-rate schedule.
+        mesh: the actor's mesh; None makes one.
+    """
     mesh = mesh or make_mesh(device, config.actor.parallel)
     return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations, mesh)
 
@@ -55,7 +68,7 @@ def build_critic(config: Config, device: torch.device, iterations: int, mesh: Me
 def build_publishers(
     config: Config, actor: Actor, critic: Critic | None, rank: int, device: torch.device
 ) -> dict[str, WeightPublisher]:
-    """Build publishers of this rank's part of the trained models' weights, by the model's name in the store."""
+    """Build the publishers of this rank's part of the weights, by model name: `POLICY` and, with a critic, `CRITIC`."""
     # Imported here because building a learner needs no Ray (benchmarks/gpu).
     import ray
 

@@ -1,16 +1,16 @@
-"""One learner's update in one iteration: gradients are accumulated part by part, and steps taken as early as possible.
+"""One learner's update in one iteration: accumulates gradients part by part, and takes each step as early as possible.
 
-    part comes ─► recompute old log-probs ─► forward and backward, not normalised      while other parts are generated
+    part arrives ─► recompute old log-probs ─► forward and backward, not normalised    while other parts are generated
     mini-batch complete ─► divide the gradient by the counts of the mini-batch ─► step
 
-A part is a chunk of rows with `trainer.stream_gradients`, else the whole iteration. Both give the same numbers up to
+With `trainer.stream_gradients` a part is a chunk of rows, else the whole iteration. Both give the same numbers up to
 rounding:
 
-1. A loss is a sum divided by a count of the whole mini-batch, such as its trained tokens, which is known when the
-   mini-batch is complete. Division is linear, so gradients are accumulated undivided and divided once.
-2. Only rows of the current mini-batch add to the gradient, because a step changes the weights for all later ones.
-3. Old log-probs are recomputed before the first step, which therefore waits for all parts. Later mini-batches
-   and epochs train when the iteration is complete.
+1. A loss is a sum divided by a count, such as the number of trained tokens, of the whole mini-batch. The count is known
+   only when the mini-batch is complete. So gradients of the sum are accumulated, and divided once before the step.
+2. Only rows of the current mini-batch add to the gradient, because a step changes the weights for all later rows.
+3. If old log-probs are recomputed, the first step waits until this is done for all parts, and mini-batches after the
+   first train when the iteration is complete. Epochs after the first do so in any case.
 
 `pipeline.derived.why_not_streamed` lists the settings that need the whole iteration at once.
 """
@@ -29,10 +29,10 @@ from pipeline.train.report import timed
 
 
 class GradAccumulator:
-    """The gradient of one optimiser step.
+    """The gradient of one optimiser step, accumulated over the rows of a mini-batch.
 
     Args:
-        learner: its gradients are cleared here and accumulated until `step`.
+        learner: the learner; its gradients are cleared here, and accumulated until `step`.
         number: number of the step in the iteration, from 0.
     """
 
@@ -44,7 +44,7 @@ class GradAccumulator:
         learner.optimizer.zero_grad(set_to_none=True)
 
     def add(self, rows: TrainBatch, index: list[int]) -> None:
-        """Add the gradient of the rows `index`, which belong to the step's mini-batch; a collective."""
+        """Add the gradient of the rows with the numbers `index`, all of the step's mini-batch; a collective."""
         learner = self._learner
         learner.select_tokens(rows, index)
         trained = learner.rows_to_train(rows, index, self._number)
@@ -53,7 +53,11 @@ class GradAccumulator:
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
-        """Normalise the gradient and take the step; a collective. `rows` are the rows of the last `add`."""
+        """Divide the gradient by the counts of the mini-batch, and take the step; a collective. Returns metrics.
+
+        Args:
+            rows: any rows, such as those given to `add`; needed if this rank has no row to train.
+        """
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
@@ -77,17 +81,17 @@ class GradAccumulator:
 
 
 class StreamedUpdate:
-    """One learner's update in one iteration.
+    """One learner's update in one iteration: `add` for each part of the rows, then `finish`.
 
     Args:
         learner: actor or critic.
-        parts: number of calls of `add`; equal on every rank, and 1 or a multiple of the number of mini-batches.
+        parts: number of parts of the iteration; equal on every rank, and 1 or a multiple of the number of mini-batches.
     """
 
     def __init__(self, learner: Learner, parts: int):
         self.learner = learner
         self._parts_per_step = parts // learner.shape.mini_batches
-        """Parts of one mini-batch; 0 if one part holds several mini-batches."""
+        """Number of parts in one mini-batch; 0 if one part holds several mini-batches."""
         self._parts: list[TrainBatch] = []
         self._stats: list[Stats] = []
         self.rows: TrainBatch
@@ -97,7 +101,7 @@ class StreamedUpdate:
         self._timings: Stats = {}
 
     def add(self, rows: TrainBatch) -> None:
-        """Train on the next part as far as possible; a collective."""
+        """Add the next part of the rows, and train on it as far as possible already; a collective."""
         # The actor's correction changes the loss mask, which must not reach the critic.
         rows = copy.copy(rows)
         learner, position = self.learner, len(self._parts)
@@ -114,7 +118,7 @@ class StreamedUpdate:
                     self._step(rows)
 
     def finish(self) -> Stats:
-        """Take the remaining steps, when all parts were added; a collective. Returns this rank's metrics."""
+        """Take the remaining steps after all parts were added; a collective. Returns this rank's metrics."""
         learner = self.learner
         with timed(self._timings, "old_log_prob"):
             rows = self.rows = TrainBatch.concat(self._parts)

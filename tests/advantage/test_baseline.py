@@ -61,7 +61,7 @@ def test_a_failed_greedy_reward_fails_its_group_and_no_other() -> None:
     assert done["score"].to_pylist() == [1.0, 0.0, 3.0, 0.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_rows_of_any_order_and_any_blocks(prompts: int, n: int, cuts: int, rng: random.Random) -> None:
     scores = {f"u{i}": float(rng.randrange(100)) for i in range(prompts)}

@@ -22,7 +22,7 @@ NEEDS = {
 }
 
 each = pytest.mark.parametrize("name", NAMES)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def test_scopes():

@@ -17,7 +17,7 @@ def test_by_hand():
     assert trained_offsets(np.array([True, False, True, False, True]), OFFSETS).tolist() == [0, 2, 2, 3]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=6), st.floats(0, 1))
 def test_like_a_loop_over_each_row(rows, factor):
     x = np.array([value for row in rows for value in row])

@@ -225,7 +225,7 @@ def groups(draw: st.DrawFn) -> pa.Table:
     return penalised(*made)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=groups(), kind=st.sampled_from(["kl", "abs", "mse", "low_var_kl"]))
 def test_token_rewards_add_up_to_the_reward(rows, kind):
     config = {"adv_estimator": "test_reads_rewards", "use_kl_in_reward": True, "kl_penalty": kind}

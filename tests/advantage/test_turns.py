@@ -10,7 +10,7 @@ from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config.algorithm import AlgorithmConfig
 from tests.advantage.ragged_batches import KEYS, NAMES, Row, advantages, assert_close, estimate, flat, ragged_rows
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def episode(*rewards: float, group: int = 0, tokens: int = 1, score: float | None = None) -> Row:

@@ -258,7 +258,7 @@ def test_whole_numbers_come_as_integers() -> None:
     assert [type(value) for value in made["x"][0].values()] == [int, float, float] and type(made["y"]) is float
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(properties=st.dictionaries(st.sampled_from(NAMES), SCHEMAS, max_size=3), others=SCHEMAS, data=st.data())
 def test_no_arguments_raise(properties: dict[str, Any], others: Any, data: st.DataObject) -> None:
     parameters = {"type": "object", "properties": properties, "additionalProperties": others}

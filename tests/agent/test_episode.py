@@ -334,7 +334,7 @@ def test_an_engine_that_dies_is_no_failure_of_the_environment() -> None:
     assert session.closed == [False]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.text("0123456789", max_size=6), st.text("ab", max_size=6)), min_size=1, max_size=6),
     st.integers(1, 40),

@@ -56,7 +56,7 @@ def test_all_names_can_be_quoted_and_given_as_json(tmp_path: Path) -> None:
     assert load_config(["experiment=mine"], config_dir=folder).reward.source_scale == config.reward.source_scale
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.dictionaries(st.text(), st.integers(-9, 9), min_size=1))
 def test_json_holds_every_name(scales: dict[str, int]) -> None:
     assert load_config([f"reward.source_scale={json.dumps(scales)}"]).reward.source_scale == scales

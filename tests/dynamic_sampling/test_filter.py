@@ -107,7 +107,7 @@ def test_a_chunk_that_comes_again_gives_the_same() -> None:
 
 
 def test_an_actor_that_lost_count_restarts_the_attempt() -> None:
-    with pytest.raises(StaleAttempt, match="got chunk 3 where 0 follows"):
+    with pytest.raises(StaleAttempt, match="chunk 3 but expected 0"):
         Stage()(table(3, DIFFER, DIFFER))
 
 
@@ -161,7 +161,7 @@ def test_what_never_passes_ends_the_run_with_a_sentence() -> None:
         stage(table(3, AGREE, AGREE))
     assert str(error.value).startswith(
         "iteration 3 is not full after 8 groups, algorithm.filter_groups.max_num_gen_batches=2 x "
-        "data.train_batch_size=4: 100% of them were dropped, 8 because their score agrees; every group agrees"
+        "data.train_batch_size=4: 100% of them were dropped, 8 because their score agrees; all rewards"
     )
 
 

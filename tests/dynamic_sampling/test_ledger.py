@@ -235,7 +235,7 @@ def check(site: Site) -> None:
     assert prompts == sorted(set(prompts)), "every prompt once, in order"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.sampled_from([0, 30, 60, 90]), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_on_policy_the_same_groups_are_trained_whatever_comes_first(
     size: tuple[int, int], percent: int, one: int, other: int
@@ -250,7 +250,7 @@ def test_on_policy_the_same_groups_are_trained_whatever_comes_first(
     assert sorted(sites[0].generated) == sorted(sites[1].generated) == list(range(len(sites[0].generated)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.sampled_from([0, 30, 60, 90]), st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
 def test_with_staleness_the_bound_holds_and_surplus_is_carried_or_discarded(
     size: tuple[int, int], percent: int, staleness: int, carry: bool, seed: int
@@ -265,7 +265,7 @@ def test_with_staleness_the_bound_holds_and_surplus_is_carried_or_discarded(
         assert all(any(agrees(p, v, percent) for v in range(6)) for p in missing), "what was left out agreed"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.sampled_from([0, 50, 80]), st.integers(0, 2), st.booleans(), st.integers(1, 3), st.integers(0, 10**6))
 def test_a_resumed_run_goes_on_behind_what_was_trained(
     size: tuple[int, int], percent: int, staleness: int, carry: bool, stop: int, seed: int
@@ -291,7 +291,7 @@ def test_a_resumed_run_goes_on_behind_what_was_trained(
         assert stopped.trained | resumed.trained == whole.trained
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.sampled_from([0, 50, 90]), st.integers(0, 2), st.integers(1, 3), st.integers(0, 10**6))
 # Behind chunks that nobody needs any more, and behind a page whose last chunk would need the version after it.
 @example((2, 2), 0, 1, 1, 0)

@@ -52,7 +52,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PROMPTS, st.booleans())
 def test_as_validation(prompts: list, with_acc: bool) -> None:
     tables = []

@@ -348,7 +348,7 @@ def test_overrides_alone_are_printed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "move it into a folder DIR/experiment" in capsys.readouterr().err
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=20))
 def test_no_text_breaks_out_of_its_line(text: str) -> None:
     """Whatever stands in a script, it stays a value or a comment."""

@@ -65,7 +65,7 @@ def test_files_in_verls_format(tmp_path: Path) -> None:
     assert str(types) == "struct<target: int64, numbers: list<element: int64>>"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     count=st.sampled_from([2, 3, 4, 5]),
     low=st.integers(1, 40),

@@ -119,7 +119,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.lists(JSON_VALUES, min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_an_arrow_type_is_chosen_only_if_it_gives_every_value_back(values: list[Any]) -> None:
     kind = pa.null()
     for value in values:

@@ -296,7 +296,7 @@ def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["runs/TYPO"], "runs/TYPO: there is no folder"),
+        (["runs/TYPO"], "runs/TYPO: the folder"),
         (["."], "has no config.json"),
         (["some/model", "--iteration", "3"], "some/model is not the folder of a run"),
         (["some/model", "--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: that environment variable is"),

@@ -28,7 +28,7 @@ def tokenizer(folder: Path):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text() | st.binary().map(lambda raw: raw.decode("utf-8", "replace")))
 def test_any_text_survives(tokenizer, text: str) -> None:
     for special in tokenizer.all_special_tokens:

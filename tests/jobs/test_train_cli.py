@@ -170,7 +170,7 @@ def test_a_run_whose_prompts_were_replaced(
 
 
 def test_kinds_of_files_that_there_are_not(refused: Refused) -> None:
-    refused("trainer.accept_changed=[data]", parts=("data is no kind of files", "model, prompts, code"))
+    refused("trainer.accept_changed=[data]", parts=("accept_changed: data is not a kind", "model, prompts, code"))
 
 
 @pytest.mark.parametrize("steps", [2, 1, 3])

@@ -68,7 +68,7 @@ def test_no_tokens(name):
 
 
 @pytest.mark.parametrize("name", SELECTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 60), st.integers(0, 2**32))
 def test_the_choice_does_not_depend_on_the_order_of_tokens(name, size, seed):
     rng = np.random.default_rng(seed)

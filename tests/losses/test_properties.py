@@ -37,7 +37,7 @@ def assert_same(got, expected):
 
 
 @every_loss
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_split_into_micro_batches_gives_the_same(name, data):
     rows = choose(name, data.draw(batches()), CONFIG)
@@ -57,7 +57,7 @@ def test_any_split_into_micro_batches_gives_the_same(name, data):
 
 
 @every_loss
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_masked_tokens_are_as_good_as_absent_whatever_stands_there(name, data):
     rows = data.draw(batches())
@@ -97,7 +97,7 @@ def test_nothing_to_train_gives_zero_and_a_graph(name, length):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - PULLING))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=batches(least_rows=2))
 def test_rows_without_advantage_may_be_left_out(name, rows):
     assert get_policy_loss(name).zero_without_advantage
@@ -131,7 +131,7 @@ def test_the_farthest_policies_stay_finite(name, advantage, log_prob, old_log_pr
 
 
 @every_loss
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=batches())
 def test_a_token_of_a_per_token_loss_depends_on_no_other(name, rows):
     rows = choose(name, rows, CONFIG)

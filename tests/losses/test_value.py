@@ -51,7 +51,7 @@ def explained(residuals, returns):
     return 1 - residuals[2] / returns[2]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**32))
 def test_explained_variance_of_parts_merges_exactly(sizes, seed):
     rng = np.random.default_rng(seed)

@@ -64,7 +64,7 @@ def test_all_agree(tiny_model: Path) -> None:
 def test_a_base_model_with_the_template_of_another_one(change: Change) -> None:
     ends = found(change("<|endoftext|>", PAD, PAD))
     assert ends.ids == (PAD, END) and ends.missing == (END,) and ends.learnt
-    assert ends.line == "answers end with <|endoftext|> (0) or <|im_end|> (2, of the chat template alone)"
+    assert ends.line == "answers end with <|endoftext|> (0) or <|im_end|> (2, in the chat template only)"
 
 
 @pytest.mark.parametrize(

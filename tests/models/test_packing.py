@@ -96,7 +96,7 @@ ragged_rows = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(ragged_rows, st.integers(13, 60), st.randoms(use_true_random=False))
 def test_order_split_and_padding_keep_what_each_token_computes(made, budget, random):
     """A small causal model gives every token the same number however its row is batched."""
@@ -120,7 +120,7 @@ def test_order_split_and_padding_keep_what_each_token_computes(made, budget, ran
     assert np.array_equal(np.isfinite(expected), rows.mask > 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 40), max_size=25), st.integers(40, 120), st.integers(0, 30))
 def test_split_keeps_its_promises(lengths, budget, extra):
     fewest = minimum_parts(lengths, budget)
@@ -134,7 +134,7 @@ def test_split_keeps_its_promises(lengths, budget, extra):
     assert len(split_micro_batches(lengths, budget)) == fewest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 30))
 def test_minimum_is_the_minimum(lengths, budget):
     """Against every assignment of rows to batches."""
@@ -153,7 +153,7 @@ def test_split_by_hand():
     assert split_micro_batches([10, 1, 1, 1], 10, 3) == [[0], [1], [2, 3]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 40), max_size=25), st.integers(40, 120), st.integers(0, 30))
 def test_packed_split_keeps_its_promises(lengths, budget, extra):
     fewest = minimum_parts(lengths, budget, packed=True)

@@ -121,7 +121,7 @@ def test_equals_the_plain_model_with_gradients(family: str, temperature: float) 
         torch.testing.assert_close(parameter.grad, want_grads[name], atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=5),
     padding=st.integers(0, 9),

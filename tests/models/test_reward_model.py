@@ -117,7 +117,7 @@ def test_packed_rows_get_what_each_row_gets_alone_with_gradients() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     padding=st.integers(0, 9),

@@ -122,7 +122,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12).map(tuple
 ragged_groups = st.lists(st.tuples(prompts, st.lists(st.integers(0, 9), min_size=1, max_size=5).map(tuple)), max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ragged_groups, st.integers(21, 60), st.randoms(use_true_random=False))
 def test_packs_are_complete_and_bounded(groups: Any, budget: int, random: Any) -> None:
     rows = sequences(groups)

@@ -188,7 +188,7 @@ def said(content: str, role: str = "user") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(first=TEXTS, second=TEXTS)
 def test_texts_never_become_special_tokens(kind: str, first: str, second: str) -> None:
     made = of(kind)
@@ -203,7 +203,7 @@ def test_texts_never_become_special_tokens(kind: str, first: str, second: str) -
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes, normalized marks", "sentencepiece, never"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS)
 def test_the_text_is_what_the_template_writes_and_its_tokens_are_those_of_plain_text(kind: str, text: str) -> None:
     made, conversation = of(kind), [said(text)]

@@ -28,9 +28,9 @@ def test_what_cannot_be_loaded(tokenizer, tmp_path):
     for folder in (model, broken):
         folder.mkdir()
     refuses(r"model\.path is not set")
-    refuses(r"model\.path=/no/such/folder: there is no folder", path="/no/such/folder")
+    refuses(r"model\.path=/no/such/folder: the folder", path="/no/such/folder")
     refuses(rf"model\.path: folder {re.escape(str(model))} holds no tokenizer", path=str(model))
-    refuses(r"model\.tokenizer_path=/no/such: there is no folder", path=str(model), tokenizer_path="/no/such")
+    refuses(r"model\.tokenizer_path=/no/such: the folder", path=str(model), tokenizer_path="/no/such")
     (broken / "tokenizer.json").write_text("{")
     refuses(r"the tokenizer of .*broken cannot be loaded: ", path=str(broken))
     tokenizer.save_pretrained(bare)

@@ -146,7 +146,7 @@ def test_names_that_only_this_process_knows(key, name, tmp_path, monkeypatch):
     )
     check(good(f"{key}=own_{name}:{name}"))  # by the registered name
     check(good(f"{key}=own_{name}:function"))
-    assert f"import: own_{name}:{name}" in refusal(f"{key}={name}")
+    assert f"own_{name}:{name}" in refusal(f"{key}={name}")
 
 
 NEED_NO_GROUP = ["gae", "reinforce_plus_plus", "remax"]

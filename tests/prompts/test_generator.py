@@ -178,7 +178,7 @@ def test_generated_rows_are_checked_like_others(loader):
         (None, "returned None; give a list of rows"),
         ([5], r"returned \[5\]; give a list of rows"),
         ([row("x")] * 5, "returned 5 rows, more than the 4"),
-        (lambda count: [row("x" * 99)], "called 100 times for the prompts of iteration 1 and gave 100 rows, too few"),
+        (lambda count: [row("x" * 99)], "100 times for the prompts of iteration 1 and gave 100 rows, but too few"),
     ],
 )
 def test_what_a_generator_must_not_give(loader, says, message):

@@ -101,7 +101,7 @@ def test_iterations_cross_epochs_until_the_last_one_ends(folder, loader_of):
     assert len({row["uid"] for rows in iterations for row in rows}) == 124
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 20),
     seen=st.integers(1, 8),
@@ -362,7 +362,7 @@ def test_columns_that_nothing_reads_are_noted(write, prompt_row, loader_of):
     loader = loader_of(write([prompt_row(0, "x", system="Short.", tools="[]")]))
     loader.iteration(1, 1)
     [note] = loader.notes()
-    assert note.startswith("data.train_files: ") and note.endswith("has columns that nothing reads: system, tools")
+    assert note.startswith("data.train_files: ") and note.endswith("has columns that are not read: system, tools")
     assert not list(loader_of(write([prompt_row(0)])).notes())
 
 

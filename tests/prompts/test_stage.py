@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 import ray
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import Config
@@ -155,7 +155,6 @@ def train(iteration: int, first: int) -> list[tuple[str, int, int]]:
     return [("train", first + i // 2, iteration) for i in range(4)]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200_000))
 def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
     schedule = Schedule(iterations, 2, 2, False, True, -1)

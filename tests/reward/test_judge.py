@@ -66,7 +66,7 @@ def test_scores_retries_and_errors(judge: Judge, monkeypatch: pytest.MonkeyPatch
     found = errors(result)
     assert [found[0], found[1], found[4]] == [None] * 3
     assert found[2] is not None and found[2].startswith("InternalServerError: ")
-    assert found[3] is not None and found[3].startswith("ValueError: the judge's reply holds no score")
+    assert found[3] is not None and found[3].startswith("ValueError: `parse` finds no score in the judge's reply")
     assert parts(result)[0] == {"judge": 3.0, "judge_valid": 1, "judge_reply": "Score: 10? No.\n**Score**: 3"}
     # Those that failed were asked once more, and nothing else.
     assert len(judge.asked) == 7

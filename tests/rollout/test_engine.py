@@ -117,7 +117,7 @@ def texts(future: Future) -> list[str]:
     return [output.text for output in future.result(WAIT)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(1, 6), max_size=8), max_size=8))
 def test_each_chunk_gets_its_own_outputs_in_its_own_order(chunks: list[list[int]]) -> None:
     made = Loop(gated=False)
@@ -167,7 +167,7 @@ def test_weights_change_between_chunks_and_never_inside_one(gated: Loop) -> None
     assert texts(second) == ["c v1-1", "d v1-1"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.one_of(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.none()), max_size=12))
 def test_any_mix_of_chunks_and_loads_keeps_one_version_per_chunk(actions: list[list[int] | None]) -> None:
     made = Loop(gated=False)
@@ -357,7 +357,7 @@ def test_a_failed_update_takes_the_running_chunks_with_it_and_no_others(gated: L
     assert gated.loop.call(lambda engine: engine.load(1), when_idle=True).result(WAIT) == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.one_of(st.tuples(st.booleans(), st.lists(st.integers(1, 4), min_size=1, max_size=4)), st.none())))
 def test_any_mix_of_chunks_and_updates_keeps_the_versions_in_order(
     actions: list[tuple[bool, list[int]] | None],

@@ -106,7 +106,7 @@ def test_a_prompt_is_prepared_right_before_it_is_added() -> None:
     loop.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1))
 def test_whole_episodes_have_one_version_whatever_the_order(seed: int) -> None:
     """Threads play episodes with pauses between turns while loads arrive."""

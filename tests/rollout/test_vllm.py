@@ -560,7 +560,10 @@ def test_what_ends_a_response(engine: Engine) -> None:
     ("damaged", "words"),
     [
         (True, "bucket 1 of train rank 0 arrived damaged"),
-        (False, "model.norm.weight: not published; model.norm.weight: parameters of the engine that nothing is"),
+        (
+            False,
+            "model.norm.weight: not published; model.norm.weight: parameters of the engine that",
+        ),
     ],
 )
 def test_wrong_weights_are_refused(engine: Engine, damaged: bool, words: str) -> None:

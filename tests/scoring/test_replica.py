@@ -41,7 +41,7 @@ def wanted(table: pa.Table) -> list[list[float]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=9),
     budget=st.integers(18, 80),

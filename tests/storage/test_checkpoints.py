@@ -35,7 +35,7 @@ def test_find_takes_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     first, _ = written(tmp_path, 2), written(tmp_path, 4)
     assert find(str(first)).iteration == 2 and find(str(tmp_path)).iteration == 4
     (first / "complete_1").unlink()
-    with pytest.raises(ValueError, match=r"iteration_000002 holds no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"iteration_000002 has no complete checkpoint"):
         find(str(first))
     (first / "progress.json").write_text("{")
     with pytest.raises(ValueError, match=r"iteration_000002 is damaged: progress.json cannot be read"):

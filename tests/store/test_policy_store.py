@@ -79,7 +79,7 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
 # admission
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(admissions, st.integers(0, 500), st.integers(0, 300))
 def test_version_needed_is_the_lowest_that_the_rule_allows(admission: Admission, chunk: int, dropped: int) -> None:
     def rule(version: int) -> bool:
@@ -91,7 +91,7 @@ def test_version_needed_is_the_lowest_that_the_rule_allows(admission: Admission,
     assert version == 0 or not rule(version - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.integers(0, 4), st.randoms(use_true_random=False))
 @asynchronous
 async def test_who_asks_first_does_not_matter(

@@ -143,8 +143,8 @@ def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        (pair(None, "b"), "f.parquet, row 0, column 'chosen': there is no answer"),
-        (pair("a", ""), "f.parquet, row 0, column 'rejected': there is no answer"),
+        (pair(None, "b"), "f.parquet, row 0, column 'chosen': the answer is empty"),
+        (pair("a", ""), "f.parquet, row 0, column 'rejected': the answer is empty"),
         (pair(said("a"), said("")), "f.parquet, row 0, column 'rejected': the assistant's answer is empty"),
         (pair("a", "a"), "f.parquet, row 0: the columns 'chosen' and 'rejected' are equal"),
         (pair(said("a"), said("b", "user")), "row 0, column 'rejected': the last message is of role 'user'"),

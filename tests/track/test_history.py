@@ -88,7 +88,7 @@ def test_damage_before_the_last_line_names_file_and_line(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
         read_history(path)
     path.write_text('{"iteration": 1}\n[2]\n')
-    with pytest.raises(ValueError, match=r"line 2 is no object"):
+    with pytest.raises(ValueError, match=r"line 2 is not an object"):
         read_history(path)
 
 

@@ -173,7 +173,7 @@ def test_solved_threshold():
     assert reduce([iteration_metrics(table(*ROWS), solved_at=0.1)])["reward/solved_all"] == pytest.approx(2 / 3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=3))
 def test_ranks_merge_to_what_one_process_computes(ranks):
     """Groups a, b, c on any ranks; a rank may have none."""
@@ -202,7 +202,7 @@ def test_kinds_must_agree():
 log_probs = st.floats(-8, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(log_probs, log_probs, st.booleans(), st.integers(0, 2)), min_size=1, max_size=40))
 def test_gap_against_plain_formulas_whatever_the_split(tokens):
     def gap(some):

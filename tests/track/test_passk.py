@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.track.passk import MAX_RESPONSES, best_at_k, maj_at_every_k, maj_at_n
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
 def test_best_at_k_is_the_mean_over_all_subsets(scores, k):
     subsets = list(itertools.combinations(scores, min(k, len(scores))))
@@ -34,7 +34,7 @@ def test_maj_by_hand():
 RESPONSES = st.lists(st.tuples(st.floats(-2, 2), st.sampled_from("abcd")), min_size=1, max_size=7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RESPONSES)
 def test_the_mean_over_all_subsets(responses: list[tuple[float, str]]) -> None:
     found = maj_at_every_k(*zip(*responses, strict=True))

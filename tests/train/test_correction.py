@@ -338,7 +338,7 @@ some_rules = st.sets(st.sampled_from(RULES), max_size=3).map(sorted)
 any_settings = st.builds(with_weights, level, threshold, st.booleans(), some_rules)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(any_settings, batch, st.data())
 def test_ranks_together_are_the_whole_batch(chosen, rows, data):
     cut = data.draw(st.integers(0, len(rows)))
@@ -350,7 +350,7 @@ def test_ranks_together_are_the_whole_batch(chosen, rows, data):
     assert together == pytest.approx(reduce([whole.stats]), abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(any_settings, batch, st.data())
 def test_masked_tokens_have_no_influence(chosen, rows, data):
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=len(row), max_size=len(row))) for row in rows]

@@ -16,7 +16,7 @@ def random_bytes(size: int) -> bytearray:
     return bytearray(random.Random(size).randbytes(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_any_other_byte_changes_the_checksum(data: bytes, draw: Any) -> None:
     place, value = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(1, 255))

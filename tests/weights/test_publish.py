@@ -184,7 +184,7 @@ def test_what_does_not_add_up_is_refused(published: Path) -> None:
         list(parameters(made, fetch))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=5), st.data())
 def test_any_cut_into_blocks_joins_again(shapes: list[tuple[int, int]], data: Any) -> None:
     """Four ranks, which hold the blocks left when each parameter is cut at some row and at some column."""

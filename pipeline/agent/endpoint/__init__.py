@@ -1,1 +1,2 @@
-"""Servers of the policy for programs: OpenAI's and Anthropic's interfaces, and chats over the process's connection."""
+"""Servers of the policy for programs: HTTP with OpenAI's and Anthropic's protocols, and chats over the process's
+connection."""

@@ -1,7 +1,7 @@
-"""Anthropic's messages in front of the endpoint: requests become chat completions, completions become messages.
+"""Anthropic's Messages protocol: requests are converted to OpenAI's chat completions, completions back to messages.
 
-vLLM's own converter does the first half, so that its server and this endpoint read a request alike. The converter is a
-part of that server; an engine imports it only if its clients speak this protocol.
+Requests are converted by vLLM's own converter, so that vLLM's server and this endpoint read a request alike. The
+converter is a part of that server; an engine imports it only if its clients speak this protocol.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.agent.inside.frames import MAX_MESSAGES
 from pipeline.errors import short_reason
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-"""Anthropic's reason for the end of an answer, by OpenAI's reason."""
+"""Anthropic's `stop_reason` by OpenAI's `finish_reason`."""
 
 
 def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
 
     Args:
         asked: the request.
-        longest: most tokens of an answer. `max_tokens`, which every request must have, may be above it.
+        longest: maximum number of tokens of a turn. A larger `max_tokens`, a key that every request must have, is
+            lowered to it.
 
     Raises:
         RequestRefused: the request is malformed, or has a key that is not supported.
@@ -58,13 +59,13 @@ def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def message(completion: dict[str, Any]) -> dict[str, Any]:
-    """Convert a chat completion into a message."""
+    """Convert a chat completion into Anthropic's message."""
     [choice] = completion["choices"]
     said, usage = choice["message"], completion["usage"]
     content: list[dict[str, Any]] = []
     if said.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": completion["id"]})
-    # Clients expect a block of text even if the answer is empty.
+    # Clients expect a block of text even if the turn is empty.
     if said["content"] or not said.get("tool_calls"):
         content.append({"type": "text", "text": said["content"] or ""})
     for call in said.get("tool_calls", ()):
@@ -84,7 +85,7 @@ def message(completion: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed(answer: dict[str, Any]) -> bytes:
-    """Write a message as a stream of events; each block of its content is one piece."""
+    """Encode a message as a stream of server-sent events; each block of the message's content is one delta."""
     return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in _events(answer)).encode()
 
 
@@ -112,6 +113,6 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def error(refused: RequestRefused) -> web.Response:
-    """Write a refusal as Anthropic's clients read it."""
+    """Make the HTTP response of a refusal in Anthropic's form."""
     body = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
     return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

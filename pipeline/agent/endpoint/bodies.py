@@ -1,4 +1,4 @@
-"""Bodies of requests, which any client may write, read so that none of them blocks the event loop."""
+"""Reading of HTTP request bodies, which any client may write, so that none of them blocks the event loop."""
 
 import asyncio
 import zlib
@@ -10,16 +10,16 @@ from pipeline.agent.endpoint.refused import RequestRefused
 from pipeline.agent.inside.frames import MAX_HEARD, heard
 
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
-"""Bits of zlib's window by the encoding of a body."""
+"""Number of bits of zlib's window (`wbits`) by the encoding of a body."""
 
 
 async def read(request: web.Request) -> bytes:
-    """Read the body of a request and unpack it.
+    """Read the body of a request and decompress it.
 
-    The server itself must not unpack bodies: it does so on the event loop, and without a bound.
+    The HTTP server must not decompress bodies itself: it would do so on the event loop, and without a limit.
 
     Raises:
-        RequestRefused: the body is too long, or is not packed in the encoding of its header.
+        RequestRefused: the body is too long, or is not compressed in the encoding that its header names.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower() or "identity"
     if encoding not in WINDOWS and encoding != "identity":
@@ -35,10 +35,10 @@ async def read(request: web.Request) -> bytes:
 
 
 def unpacked(body: bytes, window: int) -> bytes:
-    """Unpack a body.
+    """Decompress a body; `window` is an entry of `WINDOWS`.
 
     Raises:
-        RequestRefused: the content is too long, is not packed in this way, or breaks off.
+        RequestRefused: the content is too long, is compressed in another way, or breaks off.
     """
     unpacking = zlib.decompressobj(window)
     try:
@@ -59,7 +59,7 @@ def _too_long() -> RequestRefused:
 
 
 def as_json(body: bytes) -> dict[str, Any]:
-    """Read the JSON object in a body. Raises RequestRefused if there is none."""
+    """Parse the JSON object in a body. Raises RequestRefused if the body is not a JSON object."""
     try:
         return heard(body)
     except ValueError as error:

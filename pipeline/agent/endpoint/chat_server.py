@@ -1,4 +1,4 @@
-"""The chats that a program requests by frames (`chat_client.py`), on the run's side."""
+"""Serves, in the run's process, the chats (requests for a turn) that a program sends as frames (`chat_client.py`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,20 +10,20 @@ from pipeline.agent.inside.interface import EpisodeOver, Message
 from pipeline.agent.tokens.context import Answer
 
 ChatHandler = Callable[..., Awaitable[Answer]]
-"""The function `Conversation.chat`."""
+"""Type of `Conversation.chat`, which generates the policy's turn after a program's messages."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """A function that sends a reply to the program, as one frame."""
 
 
 class FrameReceiver(Protocol):
-    """A receiver of a program's frames: `ChatServer`, or an object that passes them on."""
+    """A receiver of a program's frames: `ChatServer`, or an object that forwards them."""
 
     async def take(self, frame: dict[str, Any]) -> None:
         """See `ChatServer.take`."""
 
 
 class ChatFailed(Exception):
-    """A chat raised `error`, which the program cannot mend."""
+    """A chat raised `error`, and the program cannot do anything about it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -31,12 +31,12 @@ class ChatFailed(Exception):
 
 
 class ChatServer:
-    """The chats of one program, which come as frames.
+    """The server of the chats of one program, which arrive as frames.
 
         async with ChatServer(chat, send) as questions:
             await questions.take(frame)
 
-    If a chat raises, the block ends and raises `ChatFailed` with the error. No chat outlives the block.
+    If a chat raises, the block ends and raises `ChatFailed` with the error. When the block ends, all chats end.
 
     Args:
         chat: `chat` of the episode's conversation.
@@ -64,7 +64,7 @@ class ChatServer:
             raise next(chats, group.exceptions[0]) from None
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """Start or cancel the chat of a frame."""
+        """Start the chat that a frame requests, or cancel the chat that it names."""
         number = frame["chat"]
         if "cancel" in frame:
             if number in self._asking:
@@ -91,7 +91,7 @@ class ChatServer:
             own = asyncio.current_task()
             if own is None or own.cancelling():
                 raise
-            # The program has cancelled the chat, and does not wait for an answer.
+            # The program has cancelled the chat, and does not wait for a turn.
             return None
         except Exception as error:
             raise ChatFailed(error) from error
@@ -105,6 +105,6 @@ class ChatServer:
 
 
 def as_fields(message: Message) -> dict[str, Any]:
-    """Convert a message to the fields of a frame."""
+    """Convert a message to a dict for a frame."""
     calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.calls]
     return {"text": message.text, "reasoning": message.reasoning, "truncated": message.truncated, "calls": calls}

@@ -1,4 +1,4 @@
-"""Checks of a program's messages and tools, which may be anything; the results have OpenAI's form."""
+"""Checks of a program's messages and tools, which may be anything; the checked ones have OpenAI's form."""
 
 from typing import Any
 
@@ -10,16 +10,17 @@ from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
-"""Keys of an answer that clients send back. They are ignored: a context has the answer's own tokens."""
+"""Keys of assistant messages that clients send back. They are ignored: a context keeps the turn's own tokens."""
 MAX_KEY = 256
-"""Most characters of a name or an id."""
+"""Maximum length of a name or an id, in characters."""
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Convert messages to the form of chat templates: contents are texts, arguments of calls are objects.
+    """Check messages and convert them to the form of chat templates: contents are texts, arguments of calls are
+    objects.
 
     Raises:
-        ValueError: the messages are malformed. The text addresses the author of the program.
+        ValueError: the messages are malformed. The message of the error addresses the author of the program.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message {role, content}")
@@ -73,7 +74,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Check schemas of tools; returns an empty list for None.
+    """Check schemas of tools and return them; None becomes an empty list.
 
     Raises:
         ValueError: the schemas are malformed, or two tools have the same name.

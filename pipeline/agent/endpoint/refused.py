@@ -1,4 +1,4 @@
-"""Refusals of programs' requests by the endpoint."""
+"""The exception with which the endpoint refuses a program's request."""
 
 from aiohttp import web
 
@@ -12,9 +12,9 @@ class RequestRefused(Exception):
 
     Args:
         message: a sentence for the author of the client.
-        code: short code in OpenAI's manner.
-        status: HTTP status; clients do not repeat requests with the statuses in use.
-        param: key of the request.
+        code: short code as in OpenAI's errors, such as `invalid_value`.
+        status: HTTP status; clients do not repeat requests that got one of the statuses in use here.
+        param: key of the request that is at fault.
     """
 
     def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
@@ -22,7 +22,7 @@ class RequestRefused(Exception):
         self.code, self.status, self.param = code, status, param and cut(param, MAX_PARAM)
 
     def response(self) -> web.Response:
-        """Write the refusal as OpenAI's clients read it."""
+        """Make the HTTP response of the refusal in OpenAI's form."""
         kind = "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})

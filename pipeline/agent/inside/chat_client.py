@@ -1,4 +1,4 @@
-"""The chats of a program that drives its episode: requests to the run, several at once, from the episode's process.
+"""The client of a program that drives its episode: sends chats from the episode's process to the run, several at once.
 
 Needs Python 3.9 and nothing but the standard library. While the run's request `run` is being answered, frames
 (`frames.py`) go both ways:
@@ -23,16 +23,16 @@ from pipeline.agent.inside.frames import HEADER, decode, length_of
 from pipeline.agent.inside.interface import Call, EpisodeOver, Message
 
 MAX_CHATS = 64
-"""Chats of one episode that may wait for answers at once; further chats wait until one of them has its answer."""
+"""Maximum number of chats of one episode that are open at once; further chats wait until one of them is done."""
 _READ = 1 << 16
 
 
 class ChatClient:
-    """The chats of one run of the program. It must be made on the event loop of the program.
+    """The client for the chats of one run of the program. Make it on the event loop of the program.
 
     Args:
         connection: connection to the run.
-        send: function that sends an object.
+        send: function that sends an object as one frame.
     """
 
     def __init__(self, connection: socket.socket, send: Callable[[dict[str, Any]], None]) -> None:
@@ -45,14 +45,14 @@ class ChatClient:
         self._loop.add_reader(connection, self._receive)
 
     def close(self) -> bool:
-        """Stop reading answers; returns true unless an answer has been read in part."""
+        """Stop reading frames from the run. Returns True unless a frame has been read only in part."""
         self._loop.remove_reader(self._connection)
         return not self._inbox
 
     async def chat(
         self, messages: list[dict[str, Any] | Message], tools: list[dict[str, Any]] | None = None
     ) -> Message:
-        """Return the answer of the policy; see `pipeline.agent.Chat`."""
+        """Let the policy generate a turn after `messages` and return it; see `pipeline.agent.Chat`."""
         number = next(self._ids)
         plain = [_plain(message) for message in messages] if isinstance(messages, list) else messages
         question = {"messages": plain, "tools": tools}
@@ -74,7 +74,7 @@ class ChatClient:
         return Message(calls=[Call(**call) for call in said.pop("calls")], **said)
 
     def _receive(self) -> None:
-        """Read frames from the run. The socket is a blocking one, but has something to read."""
+        """Read frames from the run. The socket is blocking, but this function is only called when there is data."""
         data = self._connection.recv(_READ)
         if not data:
             # The run has ended the episode.
@@ -92,7 +92,7 @@ class ChatClient:
 
 
 def _plain(message: Any) -> Any:
-    """Convert a message to JSON; a `Message` becomes an assistant's message."""
+    """Convert a message to a JSON value; a `Message` becomes an assistant's message."""
     if not isinstance(message, Message):
         return message
     plain: dict[str, Any] = {"role": "assistant", "content": message.text}
@@ -102,6 +102,6 @@ def _plain(message: Any) -> Any:
 
 
 def passed_over(error: BaseException) -> bool:
-    """Return whether an exception is `EpisodeOver`, or a group of nothing else."""
+    """Return True if an exception is `EpisodeOver`, or an exception group that contains nothing else."""
     parts = getattr(error, "exceptions", None)
     return isinstance(error, EpisodeOver) or (isinstance(parts, tuple) and all(map(passed_over, parts)))

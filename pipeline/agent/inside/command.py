@@ -1,7 +1,8 @@
-"""A command that drives an episode (`agent.command`), in the episode's process.
+"""Runs a command that drives an episode (`agent.command`), in the episode's process.
 
 This module needs Python 3.9 and nothing but the standard library. The command and its children end with the process.
-The command gets the row as a JSON file, whose path is in SLIPSTREAM_ROW; the file is in memory and ends with the
+
+The command gets the row as a JSON file, with the path in SLIPSTREAM_ROW; the file is in memory and ends with the
 episode. The result of the command is the last line that it prints.
 """
 
@@ -14,7 +15,7 @@ import subprocess
 from typing import Any
 
 LINE = 1 << 16
-"""Most bytes of the last line that are read."""
+"""Maximum number of bytes of the last line that are read."""
 
 
 def run(command: list[str], row: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def run(command: list[str], row: dict[str, Any], variables: dict[str, str]) -> d
 
 
 def _start(command: list[str], variables: dict[str, str], outputs: tuple[int, int]) -> int:
-    """Start a program with these descriptors as standard output and error; its process id."""
+    """Start a program with these two descriptors as standard output and standard error. Returns the process id."""
     out, err = outputs
     environment = {**os.environ, **variables}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
@@ -64,7 +65,10 @@ def _start(command: list[str], variables: dict[str, str], outputs: tuple[int, in
 
 
 def _last_lines(process: int, *pipes: int) -> list[str]:
-    """Return the last line of each pipe when the process ends; other processes may still hold the pipes open."""
+    """Read pipes until a process ends, and return the last line of each.
+
+    Other processes may still hold the pipes open.
+    """
     poll, tails = select.poll(), dict.fromkeys(pipes, b"")
     ended = os.pidfd_open(process)
     for descriptor in (ended, *pipes):
@@ -84,7 +88,16 @@ def _last_lines(process: int, *pipes: int) -> list[str]:
 
 
 def _read(pipe: int, tails: dict[int, bytes], whole: bool) -> bool:
-    """Add the content of a pipe to its tail, up to 16 MiB with `whole`; returns False if the pipe is at its end."""
+    """Read a pipe and add the data to its entry in `tails`, the last `LINE` bytes of each pipe.
+
+    Args:
+        pipe: descriptor of the pipe.
+        tails: last bytes by pipe.
+        whole: true to read all that is available, up to 16 MiB; false to read once.
+
+    Returns:
+        False if the pipe is at its end.
+    """
     os.set_blocking(pipe, False)
     for _ in range(256 if whole else 1):
         try:

@@ -1,4 +1,5 @@
-"""Messages in OpenAI's form, which clients and chat templates read, and in the form of the column `messages`.
+"""Conversion of messages between OpenAI's form, which clients and chat templates read, and that of the column
+`messages`.
 
 This module needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.
 """
@@ -11,27 +12,27 @@ from typing import Any
 from pipeline.agent.inside.interface import Message
 
 NEW_CONTEXT = "new_context"
-"""Key in the first message of each conversation after the first in the column `messages`; its value is true."""
+"""Key, with the value true, that marks the first message of each further conversation in the column `messages`."""
 
 
 def call_id(number: int) -> str:
-    """Make the id of a call within its answer: nine letters and digits, which Mistral's template demands."""
+    """Make the id of a call from its number in the turn: nine letters and digits, which Mistral's template demands."""
     return f"call{number:05}"
 
 
 def tool_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Write a call in OpenAI's form.
+    """Make a call in OpenAI's form.
 
     Args:
         number: id of the call.
         name: name of the tool.
-        arguments: an object for most chat templates; its JSON for clients and for some templates.
+        arguments: the arguments, as an object for most chat templates, as JSON text for clients and for some templates.
     """
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def as_recorded(message: Message) -> dict[str, Any]:
-    """Convert an answer to the form of the column `messages`."""
+    """Convert a turn of the policy to the form of the column `messages`."""
     recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
     if message.reasoning:
         recorded["reasoning"] = message.reasoning
@@ -53,7 +54,7 @@ def _recorded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(conversations: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Join the conversations of an episode, each with at least one message, into the messages of a row."""
+    """Join the conversations of an episode, each with at least one message, into one list for the column `messages`."""
     messages: list[dict[str, Any]] = []
     for number, conversation in enumerate(conversations):
         start = len(messages)
@@ -69,7 +70,7 @@ def _without_border(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Split the column `messages` of a row into its conversations, at least one, without the marks of `joined`."""
+    """Split the column `messages` of a row into its conversations, at least one, and remove the marks of `joined`."""
     conversations: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message.get(NEW_CONTEXT):
@@ -79,7 +80,8 @@ def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def prompt_length(conversation: Sequence[dict[str, Any]], prompt: Sequence[dict[str, Any]]) -> int:
-    """Count a conversation's messages that come from the row's prompt; a program may begin without them."""
+    """Return the number of messages at the start of a conversation that are the row's prompt: all of the prompt, or
+    0."""
     return len(prompt) if list(conversation[: len(prompt)]) == recorded(prompt) else 0
 
 

@@ -2,7 +2,7 @@
 
 This module needs Python 3.9 and nothing but the standard library. Frames are JSON, which is data and not code, because
 an untrusted process may write them. An engine reads further untrusted input: bodies of requests, and texts of errors.
-The bounds of this module hold for all of it, so that none of it blocks the engine's event loop and its other episodes.
+The limits of this module hold for all of it, so that no input blocks the engine's event loop and other episodes.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import struct
 from typing import Any, NoReturn
 
 MAX_FRAME = 16 << 20
-"""Most bytes of a frame to a process, such as a row."""
+"""Maximum size of a frame to a process, such as a row, in bytes."""
 MAX_HEARD = 4 << 20
-"""Most bytes that an engine reads as one piece of JSON, such as a frame of a process or the body of a request."""
+"""Maximum size of one JSON text that an engine reads, such as a frame of a process or the body of a request, in
+bytes."""
 MAX_VALUES = 100_000
-"""Most values in such a piece."""
+"""Maximum number of values in such a JSON text."""
 MAX_LEVELS = 100
-"""Most levels of lists and objects. Python's own limit is 1,000 calls, and callers have used some."""
+"""Maximum depth of nested lists and objects. Python's own limit is 1,000 calls, and callers have used some."""
 MAX_MESSAGES = 4096
-"""Most messages of a conversation that an engine reads."""
+"""Maximum number of messages in a conversation that an engine reads."""
 MAX_TOOLS = 256
-"""Most tools of a server or a program."""
+"""Maximum number of tools of a server or a program."""
 MAX_TEXT = 1 << 20
-"""Most characters of one text that a process sends for the policy."""
+"""Maximum length of one text that a process sends for the policy, in characters."""
 MAX_REASON = 2000
-"""Most characters of the reason of a failure."""
+"""Maximum length of the reason of a failure, in characters."""
 HEADER = struct.Struct(">I")
 _LEFT_OUT = "\n[... {:,} characters are left out ...]\n"
 _READ = 1 << 16
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an exception; empty if it cannot be made."""
+    """Return the message of an exception; "" if `str` fails on it."""
     try:
         return str(error)
     # The user's class may have a `__str__` that fails or ends the process.
@@ -53,7 +54,7 @@ def cut(text: str, most: int) -> str:
 
 
 def depth(value: Any) -> int:
-    """Count the levels of lists and dicts."""
+    """Return the depth of nested lists and dicts; 0 for a value that is neither."""
     levels, level = 0, [value]
     while level := [entry for entry in level if isinstance(entry, (dict, list))]:
         levels += 1
@@ -64,7 +65,8 @@ def depth(value: Any) -> int:
 
 
 def encode(value: Any, most: int = MAX_FRAME) -> bytes:
-    """Write a frame. NumPy values become the result of `tolist`; lone surrogates, which UTF-8 lacks, question marks.
+    """Encode a value as a frame. NumPy values are replaced by the result of `tolist`, lone surrogates by question
+    marks.
 
     Raises:
         ValueError: the value cannot be written as JSON, or is longer than `most` bytes.
@@ -86,17 +88,17 @@ def _plain(value: Any) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Read JSON in which all numbers are finite.
+    """Parse JSON in which all numbers must be finite.
 
     Raises:
-        ValueError: the text is not JSON, or has integers of thousands of digits.
+        ValueError: the text is not JSON, has a number that is not finite, or has integers of thousands of digits.
         RecursionError: the JSON is nested too deep.
     """
     return json.loads(text, parse_constant=_refused, parse_float=_finite)
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Read the object in the body of a frame, with valid UTF-8 in all its strings, and with finite numbers.
+    """Parse the JSON object in the body of a frame; all its strings are valid UTF-8, and its numbers finite.
 
     Raises:
         ValueError: the body is not a JSON object, or is nested too deep.
@@ -117,10 +119,11 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def heard(body: bytes) -> dict[str, Any]:
-    """Read the object in untrusted JSON, within the bounds of an engine.
+    """Parse the JSON object in untrusted input, within the limits for an engine.
 
     Raises:
-        ValueError: as `decode`, or the JSON is longer or has more values than an engine reads.
+        ValueError: the input is not a JSON object, is nested too deep, or is longer or has more values than an engine
+            reads.
     """
     if len(body) > MAX_HEARD:
         raise ValueError(f"{len(body):,} bytes, more than {MAX_HEARD:,}")
@@ -130,12 +133,12 @@ def heard(body: bytes) -> dict[str, Any]:
 
 
 def _values(body: bytes) -> int:
-    """Return an upper bound of the number of values in JSON, before they are made."""
+    """Return an upper bound of the number of values in JSON, without parsing it."""
     return sum(map(body.count, (b"[", b"{", b",")))
 
 
 def _without_texts(body: bytes) -> bytes:
-    """Empty the texts in JSON."""
+    """Return JSON with all strings replaced by empty ones."""
     return b'""'.join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
 
 
@@ -151,10 +154,10 @@ def _finite(text: str) -> float:
 
 
 def length_of(header: bytes, most: int = MAX_FRAME) -> int:
-    """Return the length of the body after a header.
+    """Return the length, in bytes, of the body that a header announces.
 
     Raises:
-        ValueError: the body is longer than `most`.
+        ValueError: the body is longer than `most` bytes.
     """
     (length,) = HEADER.unpack(header)
     if length > most:
@@ -163,14 +166,15 @@ def length_of(header: bytes, most: int = MAX_FRAME) -> int:
 
 
 def read(connection: socket.socket, header: bytes = b"") -> dict[str, Any] | None:
-    """Read the next frame of a blocking socket; returns None if the other end is closed.
+    """Read the next frame from a blocking socket. Returns None if the other end is closed.
 
     Args:
+        connection: the socket.
         header: beginning of the frame's header, if it has been read.
 
     Raises:
         OSError: the connection broke.
-        ValueError: as `decode` and `length_of`.
+        ValueError: the frame is too long, or its body is not a JSON object.
     """
     header += _exactly(connection, HEADER.size - len(header))
     if len(header) < HEADER.size:
@@ -179,7 +183,7 @@ def read(connection: socket.socket, header: bytes = b"") -> dict[str, Any] | Non
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Read `count` bytes; fewer if the other end is closed."""
+    """Read `count` bytes, or fewer if the other end is closed."""
     data = bytearray()
     while len(data) < count:
         part = connection.recv(min(count - len(data), _READ))

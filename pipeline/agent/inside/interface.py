@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
 
 Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
-"""Text of one message, whose role is `agent.observation_role` (`user` for what `reset` returns), or messages
-`{role, content}`; None for no message."""
+"""The next input of the model: a text, which becomes one message of role `agent.observation_role` (`user` if `reset`
+returned it); or a list of messages `{role, content}`; or None for no message."""
 
 
 class ToolError(Exception):
@@ -38,7 +38,7 @@ class ToolError(Exception):
 
 
 class EpisodeOver(Exception):
-    """The policy gives no further answers: no turn is left (`agent.max_turns`), or nothing fits.
+    """The policy generates no further turns: `agent.max_turns` is reached, or no further tokens fit.
 
     A program need not catch it.
     """
@@ -55,42 +55,42 @@ class Call:
 
 @dataclass
 class Message:
-    """One answer of the model."""
+    """One turn of the model."""
 
     text: str
-    """The answer without special tokens, reasoning and tool calls."""
+    """Text of the turn without special tokens, reasoning and tool calls."""
     reasoning: str = ""
-    """Text that the reasoning parser took out of the answer."""
+    """Text that the reasoning parser took out of the turn."""
     calls: List[Call] = field(default_factory=list)  # noqa: UP006
-    """Tool calls that the tool parser took out of the answer."""
+    """Tool calls that the tool parser took out of the turn."""
     truncated: bool = False
-    """True if the answer reached its length limit before the model ended it."""
+    """True if the turn reached its length limit before the model ended it."""
 
 
 @dataclass
 class Observation:
-    """The answer of an environment to a message."""
+    """The observation after a turn of the model."""
 
     content: Content = None
     """The next message or messages that the model reads."""
     done: bool = False
     """True if the episode ends here."""
     reward: Optional[float] = None  # noqa: UP045
-    """Reward of the message; the rewards of an episode are summed."""
+    """Reward of the turn; None for none. The rewards of an episode are summed."""
     parts: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    """Further numbers for metrics, such as `acc`; a later observation replaces numbers of the same name."""
+    """Further values for metrics, such as `acc`; a later observation replaces values of the same name."""
 
 
 Chat = Callable[..., Awaitable[Message]]
-"""A function that lets the policy answer a program's messages: `answer = await chat(messages, tools=None)`.
+"""A function that lets the policy generate the turn after a program's messages: `await chat(messages, tools=None)`.
 
-`messages` have the form of OpenAI's chat completions; they may hold earlier answers of the policy as `Message` objects.
-Messages that repeat an earlier chat with its answer, and add more, continue that conversation. Other messages begin a
+`messages` have the form of OpenAI's chat completions; earlier turns of the policy may be `Message` objects.
+Messages that repeat an earlier chat with its turn, and add more, continue that conversation. Other messages begin a
 new conversation; an episode may have `agent.max_contexts` conversations. `tools` are schemas
-(`pipeline.agent.schema.schema_of` makes them); the answer then has `calls`, which the program makes itself. A program
-may run several chats at once (`asyncio.gather`); a cancelled chat leaves no trace. A chat raises
+(`pipeline.agent.schema.schema_of` makes them); the turn then has `calls`, which the program carries out itself. A
+program may run several chats at once (`asyncio.gather`); a cancelled chat leaves no trace. A chat raises
 
-    EpisodeOver     The policy gives no further answers. The program may still return a result; if it does not catch
+    EpisodeOver     The policy generates no further turns. The program may still return a result; if it does not catch
                     the exception, its reward is 0. The row is not an error.
     ValueError      The messages or the tools are malformed.
 
@@ -99,7 +99,10 @@ and never returns if the episode fails, for example because the messages begin o
 
 
 class Environment:
-    """One episode. Each episode has a new object, in a process without other episodes; methods may be `async def`."""
+    """The environment of one episode. Each episode has a new object, in a process without other episodes.
+
+    Methods may be `async def`.
+    """
 
     def reset(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
         """Begin the episode.
@@ -114,22 +117,22 @@ class Environment:
         return None
 
     def step(self, message: Message) -> Union[Observation, str]:  # noqa: UP007
-        """Answer a message of the model. A text stands for `Observation(text)`."""
+        """Return the observation after a turn of the model. A text stands for `Observation(text)`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what the episode holds. The process ends afterwards."""
+        """Free what the episode holds, such as files. Afterwards the process ends, or serves another episode."""
 
 
 def tool(function: Optional[Callable] = None, *, timeout_s: Optional[float] = None, name: Optional[str] = None) -> Any:  # noqa: UP045
-    """Mark a function as a tool: its signature and its docstring are the schema that the model reads.
+    """Mark a function as a tool. The model reads a schema that is made from the function's signature and docstring.
 
-    A marked method of an environment is a tool that knows the episode.
+    A marked method of an environment is a tool that can use the state of the episode.
 
     Args:
         function: plain or `async def`; its parameters have type hints.
-        timeout_s: seconds of one call; None takes `agent.step_timeout_s`.
-        name: name that the model calls it by; None takes the function's name.
+        timeout_s: maximum seconds of one call; None takes `agent.step_timeout_s`.
+        name: name by which the model calls the tool; None takes the function's name.
     """
 
     def mark(function: Callable) -> Callable:

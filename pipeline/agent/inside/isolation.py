@@ -22,12 +22,13 @@ from pipeline.agent.inside import load, own_process
 from pipeline.reward.sandbox.inside import limits, namespaces
 
 TEMP = 1 << 30
-"""Most bytes of `/tmp`, which the episodes of one zygote share."""
+"""Maximum size of `/tmp`, which the episodes of one zygote share, in bytes."""
 PROCESSES = 8192
-"""Most processes and threads of one zygote, its episodes included. The kernel does not apply the limit to user 0."""
+"""Maximum number of processes and threads of one zygote, its episodes included. The kernel does not apply the limit to
+user 0."""
 ALLOWED = ("setsid", "setpgid")
-"""System calls that are allowed here, though the sandbox refuses them. The zygote needs the first. It finds the
-processes of an episode even if they leave their group."""
+"""System calls that are allowed here, although the sandbox refuses them. The zygote needs `setsid`, and finds the
+processes of an episode even if they leave their process group."""
 
 
 def enter(settings: dict[str, Any]) -> None:
@@ -66,7 +67,7 @@ def enter(settings: dict[str, Any]) -> None:
 
 
 def shown(settings: dict[str, Any]) -> list[str]:
-    """List the folders and files that the processes see in addition to the system's.
+    """List the folders and files that the processes can see in addition to the system's.
 
     Args:
         settings: settings of `main.keep`.
@@ -98,5 +99,5 @@ def shown(settings: dict[str, Any]) -> list[str]:
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Return whether a path is a folder or below it; links are not followed."""
+    """Return True if a path is the folder itself or below it; links are not followed."""
     return os.path.commonpath((path, folder)) == os.path.abspath(folder)

@@ -1,4 +1,4 @@
-"""Loading of the user's environment, tools and program, which the settings name.
+"""Imports the user's environment, tools and program, which the settings name.
 
 This module needs Python 3.9 and nothing but the standard library; it runs in environment processes.
 """
@@ -38,15 +38,15 @@ class Tool:
     schema: dict[str, Any]
     function: Callable[..., Any]
     timeout_s: float | None = None
-    """Seconds of one call; None takes `agent.step_timeout_s`."""
+    """Maximum seconds of one call; None takes `agent.step_timeout_s`."""
     episode: verl.VerlTool | None = None
-    """A tool of verl, which is called when an episode begins and ends."""
+    """A tool in verl's form, which is opened and closed with each episode; None for other tools."""
     method: bool = False
-    """True if `function` is a method of the environment, which holds the episode."""
+    """True if `function` is a method of the environment, so that it gets the environment as its first argument."""
 
     @property
     def name(self) -> str:
-        """The name that the model calls it by."""
+        """The name by which the model calls the tool."""
         return str(self.schema["function"]["name"])
 
 
@@ -57,27 +57,28 @@ class Code:
     environment: Callable[[], Environment] | None = None
     """A function that makes the environment of an episode."""
     closes: bool = False
-    """True if an episode must be closed at its end."""
+    """True if the environment, a tool or a server must be closed at the end of an episode."""
     tools: dict[str, Tool] = field(default_factory=dict)
     servers: list[Server] = field(default_factory=list)
     """MCP servers; each episode connects to them."""
     program: Callable[..., Any] | None = None
     """The program that drives an episode: `async def run(row, chat)`, or `def run(row)`."""
     note: str = ""
-    """A sentence for the author of the user's files, if something in them has another name now."""
+    """A notice for the author of the user's files if they use an outdated name; else ""."""
     client: bool = False
     """True if the program is `def run(row)`, with a client that reads OPENAI_BASE_URL or similar variables."""
     command: list[str] = field(default_factory=list)
     """The command that drives an episode: program and arguments."""
     folders: list[str] = field(default_factory=list)
-    """Folders of the user's files; an error names the deepest line in them."""
+    """Folders of the user's files; an error names the innermost line of code in them."""
 
     def words(self, error: BaseException) -> str:
-        """Describe an exception with its place: `ValueError: boom (my_game.py, line 12)`."""
+        """Describe an exception with file and line in the user's code: `ValueError: boom (my_game.py, line 12)`."""
         return words(error, self.folders)
 
     def place(self, frame: FrameType | None) -> str:
-        """Return the innermost line of the user's code in a stack, such as ` (my_game.py, line 12)`, or nothing."""
+        """Return the innermost line of the user's code in a stack, such as ` (my_game.py, line 12)`; "" if there is
+        none."""
         while frame is not None:
             if _below(frame.f_code.co_filename, self.folders):
                 return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
@@ -86,7 +87,7 @@ class Code:
 
 
 def words(error: BaseException, folders: list[str]) -> str:
-    """Describe an exception as `Code.words` does."""
+    """Describe an exception as in `Code.words`; `folders` are the folders of the user's files."""
     name, text = type(error).__name__, text_of(error)
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.msg, str):
         return cut(f"{name}: {error.msg} ({os.path.basename(error.filename)}, line {error.lineno})", MAX_ERROR)
@@ -108,14 +109,15 @@ def load(
     command: Sequence[str] = (),
     within_s: float = 60.0,
 ) -> Code:
-    """Import the user's code, and check the servers, by the settings of the same names in the section `agent`.
+    """Import the user's code, and check that the servers answer.
 
     Args:
+        environment, kwargs, tools, program, command: the settings of these names in the section `agent`.
         within_s: seconds in which each server must answer.
 
     Raises:
         ValueError: something does not load, does not answer, or is not an environment, tool, program or command; the
-            sentence names the key.
+            message names the key of the settings.
     """
     code = Code()
     if not command:
@@ -213,7 +215,7 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
 
 
 def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> None:
-    """Load the environment of an OpenEnv server."""
+    """Set the environment of an OpenEnv server in `code`, after a check that the server answers."""
     try:
         from pipeline.agent.inside.openenv import OpenEnv
     except ImportError as error:
@@ -233,7 +235,7 @@ def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> 
 
 
 def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
-    """Load the tools of an MCP server."""
+    """Add an MCP server to `code`; returns the tools that it offers."""
     try:
         from pipeline.agent.inside.mcp_client import Server
     except ImportError as error:
@@ -256,7 +258,7 @@ def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
 
 
 def _tools(code: Code, key: str, spec: str) -> list[Tool]:
-    """Load the tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
+    """Load the tools that an entry of `agent.tools` names: one tool, or all marked functions in a file."""
     if spec.endswith((".yaml", ".yml")):
         return _tools_of_verl(code, key, spec)
     path, name = imports.split(spec)
@@ -274,7 +276,7 @@ def _tools(code: Code, key: str, spec: str) -> list[Tool]:
 
 
 def _tools_of_verl(code: Code, key: str, path: str) -> list[Tool]:
-    """Load the tools in verl's YAML file."""
+    """Load the tools that a YAML file in verl's form lists."""
     try:
         entries = verl.entries(path)
     except ValueError as error:
@@ -313,7 +315,7 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
 
 
 def _named(code: Code, key: str, spec: str) -> Any:
-    """Load the object that `module:Name` or `/path/file.py:Name` stands for."""
+    """Import the object that `module:Name` or `/path/file.py:Name` names."""
     path, name = imports.split(spec)
     if not name:
         raise ValueError(f"{key} is {spec}, which names no class or function; write {spec}:NAME")
@@ -325,7 +327,7 @@ def _named(code: Code, key: str, spec: str) -> Any:
 
 
 def folders(environment: str | None, tools: list[str], program: str | None = None, **_: Any) -> list[str]:
-    """Find the folders of the files that the settings of these names stand for, without importing them."""
+    """List the folders of the files that these settings name, without importing the files."""
     specs = [imports.split(spec)[0] for spec in (environment, program) if spec is not None]
     for spec in tools:
         if spec.endswith((".yaml", ".yml")):
@@ -353,7 +355,7 @@ def _folders(path: str) -> Sequence[str]:
 
 
 def _module(code: Code, key: str, path: str) -> ModuleType:
-    """Import the module of a file or of a dotted name, once."""
+    """Import the module of a file or of a dotted name, and add its folder to `code.folders`."""
     file = os.path.abspath(os.path.expanduser(path))
     if imports.is_file(path):
         code.folders.append(os.path.dirname(file))

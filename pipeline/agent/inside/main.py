@@ -1,4 +1,4 @@
-"""The program of environment processes: a process for each episode, forked from one that has loaded the user's files.
+"""The code that environment processes run: one process for each episode, forked from one that has the user's files.
 
     run ─► keeper ─► zygote (imports the user's files once) ─► episode
                                                           └──► episode
@@ -33,7 +33,7 @@ from pipeline.agent.inside import frames, load, own_process
 from pipeline.agent.inside.replies import LATE, THREAD_S, Replies, children
 
 MEMORY = 4 << 30
-"""Memory limit of an episode process, on top of the memory after import (bytes)."""
+"""Memory limit of an episode process, in bytes, in addition to the memory used after the imports."""
 LOOK_S = 1.0  # seconds between two checks of the keeper that the run lives
 END_S = 10.0  # seconds that killed processes have to end
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -61,8 +61,8 @@ else:
 from pipeline.agent.inside import main
 getattr(main, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
-"""Code that every interpreter is started with, also an old one: `python -c START FUNCTION SETTINGS DESCRIPTOR...`.
-Without `path`, the interpreter is not the run's own, and can import only the parts of `pipeline` that it needs."""
+"""Code with which every interpreter is started, also an old one: `python -c START FUNCTION SETTINGS DESCRIPTOR...`. If
+`path` is not set, the interpreter is not the run's own, and can import only the parts of `pipeline` that it needs."""
 
 
 def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int) -> NoReturn:
@@ -72,8 +72,8 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
         settings: `path`; `package`, the folder of `pipeline`; `isolation` and `home`; and `code`, the arguments of
             `load.load`.
         given: descriptor of the file that holds the settings.
-        control: connection of the zygote.
-        life: connection that ends with the run.
+        control: descriptor of the zygote's connection to the run.
+        life: descriptor of a connection that closes when the run ends.
         run: process id of the run.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -114,7 +114,7 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
 
 
 def _kill_all() -> None:
-    """Kill all processes below this one, also orphans that come to it because their parent ended."""
+    """Kill all processes below this one, also orphans that become its children when their parent ends."""
     deadline = time.monotonic() + END_S
     try:
         while time.monotonic() < deadline:
@@ -128,9 +128,9 @@ def _kill_all() -> None:
 
 
 class Zygote:
-    """The process that the processes of episodes are forked from.
+    """The process from which the processes of episodes are forked.
 
-    The constructor loads the user's files, and sends the run a description of them, or a sentence on the error.
+    The constructor imports the user's files, and sends the run a description of them, or an error message.
     """
 
     def __init__(self, settings: dict[str, Any], given: int, control: socket.socket) -> None:
@@ -200,7 +200,7 @@ class Zygote:
             os._exit(0)
 
     def _obey(self) -> None:
-        """Read one command of the run.
+        """Read and execute one command of the run.
 
         Raises:
             EOFError: the run closed the connection.
@@ -218,7 +218,7 @@ class Zygote:
             os.kill(process, LATE if command["signal"] == "late" else signal.SIGKILL)
 
     def _open(self, number: int, connection: int) -> None:
-        """Start the process of an episode."""
+        """Start the process of the episode `number`; `connection` is the descriptor of its connection to the run."""
         try:
             process = self._fork(connection) if self._alone else self._fresh(connection)
         except OSError as error:
@@ -254,7 +254,7 @@ class Zygote:
         return process.pid
 
     def _reap(self) -> None:
-        """Report processes that ended, and kill the processes that they left."""
+        """Report episode processes that ended, and kill the processes that they left."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -277,7 +277,7 @@ class Zygote:
 
 
 def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) -> NoReturn:
-    """Run the process of an episode that was not forked."""
+    """Run the process of an episode as a fresh interpreter, if processes cannot be forked."""
     os.close(given)
     _die_with(zygote)
     ours = socket.socket(fileno=connection)
@@ -292,7 +292,7 @@ def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) ->
 
 
 def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
-    """Answer the requests of episodes."""
+    """Handle the requests of episodes on a connection until it closes; `memory` is the process's limit in bytes."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard != resource.RLIM_INFINITY:
@@ -304,7 +304,7 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
 
 
 def _is_alone() -> bool:
-    """Return whether this process has one thread."""
+    """Return True if this process has only one thread, after a short wait for ending threads."""
     deadline = time.monotonic() + THREAD_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
@@ -328,7 +328,7 @@ def _die_with(parent: int) -> None:
 
 
 def _wake_on_child() -> tuple[int, int]:
-    """Make a pipe that becomes readable when a child of this process has ended."""
+    """Make a pipe that becomes readable when a child of this process has ended. Returns (read end, write end)."""
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)

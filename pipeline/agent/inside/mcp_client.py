@@ -1,13 +1,14 @@
-"""MCP servers as toolsets, in the process of an episode: `agent.tools=["mcp: COMMAND or URL"]`.
+"""MCP servers that provide tools, used from the process of an episode: `agent.tools=["mcp: COMMAND or URL"]`.
 
 This module needs the package `mcp`, from version 2 on, in the interpreter of the episodes; `load.py` imports it if the
 settings name a server. Each episode has its own connection and, for a command, its own server process, which ends with
-the episode. The client runs on an event loop in a thread, so that it answers the server between two calls, too.
+the episode. The client runs on an event loop in a thread, so that it handles the server's messages between calls, too.
 
-The output of a server is bounded: `LIMIT` bytes for one line, for all output after one call, and for one HTTP response.
-The number of lines is bounded, too: millions of short ones take many seconds.
-A message that cannot be read as an answer ends the connection at once (`mcp_streams.py`).
-The deadlines of the episode hold; a late episode's process is killed, and the server with it.
+The output of a server is limited to `LIMIT` bytes for one line, for all output after one call, and for one HTTP
+response. The number of lines is limited, too: millions of short ones take many seconds. A message that cannot be read
+as an answer ends the connection at once (`mcp_streams.py`).
+
+The deadlines of the episode hold: after one has passed, the process is killed, and the server with it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Server:
-    """One entry of `agent.tools`, and in the process of an episode the connection to its server.
+    """The MCP server of one entry of `agent.tools`, and in the process of an episode the connection to it.
 
     Args:
-        key: key of the entry, for sentences.
+        key: key of the entry, for error messages.
         text: a command or an http(s) URL.
 
     Raises:
@@ -71,11 +72,11 @@ class Server:
         self._watch = StreamGuard(self._fail)
 
     def schemas(self, within_s: float) -> list[dict[str, Any]]:
-        """Connect, and request the schemas of the tools.
+        """Connect for a moment, and return the schemas of the server's tools.
 
         Raises:
-            ServerFailed: the server does not answer in time, or has tools that a model could not call, too many, or
-                none.
+            ServerFailed: the server does not answer within `within_s` seconds, or has tools that a model could not
+                call, too many tools, or none.
         """
         with start_blocking_portal() as portal:
             try:
@@ -121,7 +122,7 @@ class Server:
             raise self._failed(error) from error
 
     def call(self, name: str, /, **arguments: Any) -> str:
-        """Call a tool of the server and return its reply.
+        """Call a tool of the server and return the result as text.
 
         Raises:
             ToolError: the server replied that the call failed.
@@ -143,7 +144,7 @@ class Server:
         return text
 
     def close(self) -> None:
-        """End the connection, and the server of a command."""
+        """End the connection, and the server process of a command."""
         self._stack.close()
 
     def _failed(self, error: BaseException) -> ServerFailed:
@@ -174,7 +175,7 @@ class Server:
         response.stream = _Bounded(self, response.stream)  # type: ignore[arg-type]
 
     def too_much(self) -> str:
-        """Record and return the problem that the server sent more than `LIMIT` bytes."""
+        """Record that the server sent more than `LIMIT` bytes; returns the text of the problem."""
         self._fail(f"sent more than {LIMIT:,} bytes")
         return self._problem
 
@@ -183,7 +184,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[Any]:
-        """Start the server process of a command; gives the streams of its messages."""
+        """Start the server process of a command; yields the streams of its messages: (incoming, outgoing)."""
         try:
             process = subprocess.Popen(
                 self._command,
@@ -233,7 +234,7 @@ class Server:
             process.wait()
 
     async def _receive(self, output: asyncio.StreamReader, arrived: Any) -> None:
-        """Pass on the messages of the server until it closes its output, or sends too much."""
+        """Forward the messages of the server to `arrived` until the server closes its output or sends too much."""
         while True:
             try:
                 line = await output.readline()
@@ -262,7 +263,7 @@ class Server:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """The body of a response, of `LIMIT` bytes at most."""
+    """The body of an HTTP response, limited to `LIMIT` bytes."""
 
     def __init__(self, server: Server, stream: httpx2.AsyncByteStream) -> None:
         self._server, self._stream = server, stream
@@ -280,7 +281,7 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 def said(result: mcp_types.CallToolResult) -> str:
-    """Return the text of a result; other content is named in brackets."""
+    """Return the text of a tool's result; content that is not text becomes a note in brackets."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)
@@ -317,7 +318,7 @@ async def _reader(pipe: Any, limit: int) -> asyncio.StreamReader:
 
 
 async def _exited(process: subprocess.Popen[bytes], within_s: float) -> Any:
-    """Wait for the end of a process, without reaping it; returns how it ended, or None if it did not in time."""
+    """Wait for the end of a process, without reaping it. Returns how it ended, or None after `within_s` seconds."""
     with anyio.move_on_after(within_s):
         while True:
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -328,7 +329,7 @@ async def _exited(process: subprocess.Popen[bytes], within_s: float) -> Any:
 
 
 async def _end(process: subprocess.Popen[bytes], errors: bytearray) -> str:
-    """Describe how a server ended that closed its output."""
+    """Describe how a server process ended after it had closed its output; `errors` is the end of its standard error."""
     found = await _exited(process, END_S)
     last = errors.decode(errors="replace").strip().split("\n")[-1]
     words = f"; the last line on its standard error: {last}" if last else ""

@@ -1,7 +1,7 @@
-"""A check of an MCP server's messages: the first that answers no request ends the connection.
+"""A check of an MCP server's messages: the first answer that belongs to no request ends the connection.
 
-The client ignores an answer that it cannot read or whose id belongs to no request. The call that waits for it would
-wait until its deadline.
+The MCP client ignores an answer that it cannot read or that belongs to no request. The call that waits for the answer
+would wait until its deadline.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pipeline.agent.inside.frames import MAX_MESSAGES
 
 
 class StreamGuard:
-    """The state of a connection.
+    """The requests that wait for an answer on one connection, and the number of messages received.
 
     Args:
-        fail: function that records the reason if the server gives no further answers: a predicate to the server's name.
+        fail: function that records why the server gives no further answers, as words that follow the server's name.
     """
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         self.fail = fail
         self.received = 0
-        """Messages since the last call."""
+        """Number of messages since the last call."""
         self._waiting: set[str] = set()
 
     def asked(self, message: Any) -> None:
-        """Record a message to the server."""
+        """Record that a message is sent to the server; if it is a request, its answer is awaited."""
         if isinstance(message, JSONRPCRequest):
             self._waiting.add(str(message.id))
 
     def answers(self, item: Any) -> bool:
-        """Return whether the client can use a message of the server; if not, call `fail`."""
+        """Return True if the client can use a message of the server; if not, call `fail`."""
         self.received += 1
         if self.received > MAX_MESSAGES:
             self.fail(f"sent more than {MAX_MESSAGES:,} messages")
@@ -54,7 +54,7 @@ class StreamGuard:
 
 
 def is_meant(line: bytes) -> bool:
-    """Return whether a line that cannot be read was meant as a message; servers print other text, too."""
+    """Return True if a line that cannot be parsed was meant as a message; servers print other text, too."""
     if not line.lstrip().startswith((b"{", b"[")):
         return False
     if b'"jsonrpc"' in line:
@@ -67,7 +67,7 @@ def is_meant(line: bytes) -> bool:
 
 
 class ReadStream:
-    """The stream of a server's messages."""
+    """The stream of messages from a server, checked by the guard."""
 
     def __init__(self, stream: Any, watch: StreamGuard) -> None:
         self._stream, self._watch = stream, watch
@@ -105,7 +105,7 @@ class ReadStream:
 
 
 class WriteStream:
-    """The stream of messages to a server."""
+    """The stream of messages to a server, recorded by the guard."""
 
     def __init__(self, stream: Any, watch: StreamGuard) -> None:
         self._stream, self._watch = stream, watch

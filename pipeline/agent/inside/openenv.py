@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server plays: `agent.environment=openenv:ws://HOST:PORT`.
+"""Environments that run on an OpenEnv server: `agent.environment=openenv:ws://HOST:PORT`.
 
 This module needs the package `websockets` in the interpreter of the episodes; `load.py` imports it if the settings name
 a server. Each episode has its own connection, on which each message gets one answer:
@@ -11,7 +11,7 @@ a server. Each episode has its own connection, on which each message gets one an
 and {"type": "error", "data": {"message": "...", "code": "..."}} if something failed.
 
 The client in the package `openenv` is not used. After a broken connection, version 0.10 connects again and steps in a
-new session without a reset, so rewards are false. It leaves out the `errors` of an answer, which the model reads. Its
+new session without a reset, so rewards are wrong. It drops the `errors` of an answer, which the model should read. The
 package needs `mcp` below 2.
 """
 
@@ -35,18 +35,18 @@ _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 
 
 class OpenEnv(Environment):
-    """One episode on a server.
+    """The environment of one episode, on a server.
 
     Args:
-        url: ws, wss, http or https, without the path `/ws` of the server or with it.
-        within_s: seconds in which the server must accept a connection and have room for the episode.
-        observation_field: field of observations that the model reads; None takes the only one other than `metadata`; if
-            there are several, all of them as JSON.
-        action_field: field of actions that the text of an answer becomes; None takes the answer as the action's JSON.
-        reset_kwargs: further arguments of `reset`; those in `extra_info.reset_kwargs` of a row go before them.
+        url: ws, wss, http or https URL, with or without the server's path `/ws`.
+        within_s: seconds in which the server must accept a connection and have capacity for the episode.
+        observation_field: field of observations that the model reads. None takes all fields other than `metadata`: a
+            single one as text, several as JSON.
+        action_field: field of actions that gets the text of a turn; None takes the turn as the JSON of the action.
+        reset_kwargs: further arguments of `reset`; those in `extra_info.reset_kwargs` of a row take precedence.
 
     Raises:
-        ValueError: the URL is none.
+        ValueError: the URL is malformed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OpenEnv(Environment):
         self._stack = ExitStack()
 
     def check(self) -> None:
-        """Raises ServerFailed if the server does not answer."""
+        """Raise ServerFailed if the server does not answer."""
         self._connect()
         try:
             # A server without room for another episode, or without a state before the first, has answered.
@@ -79,7 +79,8 @@ class OpenEnv(Environment):
             self.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str | None:
-        """Begin the episode; a server that has no room for another one is asked again until the deadline is near."""
+        """Begin the episode. If the server is full, the request is repeated until shortly before `within_s` has
+        passed."""
         given = (row["extra_info"] or {}).get("reset_kwargs") or {}
         arguments = {"seed": seed % (1 << 32), **self._reset_kwargs, **given}
         deadline = time.monotonic() + self._within_s - 2 * ROOM_S
@@ -135,15 +136,15 @@ class OpenEnv(Environment):
     def _ask(
         self, kind: str, data: dict[str, Any] | None = None, within_s: float | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Send a message; returns type and data of the answer.
+        """Send a message to the server. Returns (type, data) of the answer.
 
         Args:
             kind: type of the message.
             data: data of the message.
-            within_s: seconds until the answer must be there; None leaves that to the run.
+            within_s: seconds until the answer must arrive; None leaves the limit to the run.
 
         Raises:
-            ServerFailed: there is none.
+            ServerFailed: the server did not answer, or not with a message.
         """
         assert self._connection is not None
         # An answer that came before the connection was closed is still there.
@@ -192,7 +193,10 @@ class OpenEnv(Environment):
 
 
 def _problems(errors: Any, field: str | None) -> str:
-    """Describe the mistakes in an action for the model; "" if the settings are wrong, which the model cannot mend."""
+    """Describe the errors in an action for the model.
+
+    Returns "" if the settings are wrong, since the model cannot correct them.
+    """
     found = []
     for error in errors if isinstance(errors, list) else []:
         place, words = (error.get("loc"), error.get("msg")) if isinstance(error, dict) else (None, None)

@@ -1,4 +1,4 @@
-"""Settings that an environment process makes for itself.
+"""Settings that an environment process makes for itself in the operating system.
 
 This module needs Python 3.9 and nothing but the standard library.
 """
@@ -9,7 +9,7 @@ import os
 
 
 def first_to_go() -> None:
-    """Make the kernel end this process first, and not the engine, if the machine runs out of memory."""
+    """Make the kernel kill this process first, rather than the engine, if the machine runs out of memory."""
     name = "/proc/self/oom_score_adj"
     place = os.open(name, os.O_RDONLY)
     done = os.read(place, 16) == b"1000\n"
@@ -22,7 +22,7 @@ def first_to_go() -> None:
 
 
 def silence(*descriptors: int) -> None:
-    """Point these descriptors at `/dev/null`."""
+    """Redirect these descriptors to `/dev/null`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)

@@ -1,4 +1,4 @@
-"""Common parts of the clients of servers: of tools (`mcp_client.py`), and of an environment (`openenv.py`).
+"""Common parts of the clients of tool servers (`mcp_client.py`) and environment servers (`openenv.py`).
 
 This module needs Python 3.9 and nothing but the standard library; it runs in environment processes.
 """
@@ -12,11 +12,11 @@ MCP, OPENENV = "mcp:", "openenv:"
 
 
 class ServerFailed(Exception):
-    """A server does not answer, broke off, or sent something that is not an answer: an error of the row."""
+    """A server does not answer, broke the connection, or sent something that is not an answer. The row fails."""
 
 
 def cause(error: BaseException) -> str:
-    """Describe an exception; of a group, the first one."""
+    """Describe an exception in up to 500 characters; of an exception group, the first exception."""
     while getattr(error, "exceptions", None):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     text = str(error)

@@ -1,4 +1,4 @@
-"""The work of an episode's process: it answers the run's requests with the user's code.
+"""The loop of an episode's process: it handles the run's requests by calls of the user's code.
 
 This module needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one
 answer for each request, in order:
@@ -42,7 +42,7 @@ MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 MAX_ROLE = 40  # characters
 THREAD_S = 0.2  # seconds until an ended thread is gone
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
-"""Signal that requests the place of a process after its deadline."""
+"""Signal on which a process past its deadline reports the file and line at which the user's code is."""
 
 
 @dataclass
@@ -50,15 +50,15 @@ class ProgramResult:
     """The result of a program or a command at the end of its episode."""
 
     reward: float | None = None
-    """Score of the episode."""
+    """Score of the whole episode; None if there is none."""
     rewards: list[float] | None = None
-    """Reward of each answer, in the order of their requests."""
+    """Reward of each turn, in the order in which the turns were requested; None if there are none."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """Further numbers for metrics."""
+    """Further values for metrics, by name."""
 
 
 class Replies:
-    """The episodes of this process, one after the other."""
+    """The handler of requests in this process, which serves one episode after the other."""
 
     def __init__(self, connection: socket.socket, code: Code) -> None:
         self._connection = connection
@@ -69,7 +69,7 @@ class Replies:
         self._awaited: Any = None  # the coroutine of `async def` code
         self._server = ""  # the server that is being connected
         self._whole = True  # false if a part of a frame has been read
-        self._exit_code = 0  # of a fork that the user's code did not end
+        self._exit_code = 0  # exit code for a fork that the user's code did not end
         self._process = os.getpid()
         # No other process may use the connection: neither a fork nor a program that the user's code starts.
         connection.set_inheritable(False)
@@ -78,7 +78,7 @@ class Replies:
         signal.signal(LATE, self._late)
 
     def serve(self) -> None:
-        """Answer requests until the run closes the connection."""
+        """Handle requests until the run closes the connection."""
         while True:
             request = read(self._connection)
             if request is None:
@@ -95,7 +95,7 @@ class Replies:
             self._connection.sendall(answer)
 
     def _late(self, number: int, frame: FrameType | None) -> None:
-        """Report the place of the user's code; the run kills the process afterwards."""
+        """Send the run the file and line at which the user's code is; the run kills the process afterwards."""
         if self._busy is not None:
             places = [self._code.place(frame)]
             coroutine = self._awaited
@@ -128,7 +128,7 @@ class Replies:
             )
 
     def _name(self, request: dict[str, Any]) -> str:
-        """Name the part of the user's code that answers a request."""
+        """Return the name, for error messages, of the part of the user's code that handles a request."""
         if request["do"] == "call":
             return f"tool {request['name']}"
         if request["do"] in ("run", "command"):
@@ -136,7 +136,7 @@ class Replies:
         return f"{type(self._environment).__name__}.{request['do']}"
 
     def _value(self, result: Any) -> Any:
-        """Return the result of a method, awaited if it is `async def`."""
+        """Return a method's result; if the method is `async def`, run its coroutine first."""
         if not inspect.isawaitable(result):
             return result
         if self._loop is None:
@@ -228,7 +228,7 @@ class Replies:
         return vars(returned(printed.get("result"), "agent.command"))
 
     def _client(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call a program that finds the endpoint in the environment."""
+        """Run a program whose client finds the endpoint's URL and key in environment variables."""
         assert self._code.program is not None
         os.environ.update(request["variables"])
         try:
@@ -252,7 +252,8 @@ class Replies:
         return {"free": self._is_free()}
 
     def _is_free(self) -> bool:
-        """Return whether the episode has ended wholly: no thread, child, task of the event loop or timer is left."""
+        """Return True if nothing of the episode is left: no thread, child process, task of the event loop, timer, or
+        part of a frame."""
         tasks = self._loop is not None and asyncio.all_tasks(self._loop)
         timer = any(
             signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -266,7 +267,7 @@ class Replies:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that does not catch an exception."""
+    """Return the exit code of a process that ends because it does not catch this exception."""
     code = error.code if isinstance(error, SystemExit) else 1
     return 0 if code is None else code & 255 if isinstance(code, int) else 1
 
@@ -281,12 +282,16 @@ def children() -> list[int]:
 
 
 def _alive() -> set[int]:
-    """Collect the ids of the threads and of the children of this process."""
+    """Return the ids of all threads and child processes of this process."""
     return {*map(int, os.listdir("/proc/self/task")), *children()}
 
 
 def returned(result: Any, name: str) -> ProgramResult:
-    """Check the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
+    """Convert the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
+
+    Args:
+        result: the result.
+        name: name of the program for errors.
 
     Raises:
         ValueError: the result is something else.
@@ -296,7 +301,7 @@ def returned(result: Any, name: str) -> ProgramResult:
 
 
 def checked_result(result: ProgramResult, name: str) -> ProgramResult:
-    """Check a result, and convert its rewards to floats.
+    """Check the result of a program, and convert its rewards to floats.
 
     Raises:
         ValueError: a field has a wrong type, or a reward is not a finite float32.
@@ -311,10 +316,11 @@ def checked_result(result: ProgramResult, name: str) -> ProgramResult:
 
 
 def checked(observation: Observation, name: str) -> dict[str, Any]:
-    """Check an observation and return its fields.
+    """Check an observation, and return its fields as a dict.
 
     Args:
-        name: name of the method that returned the observation.
+        observation: the observation.
+        name: name, for errors, of the method that returned the observation.
 
     Raises:
         ValueError: a field has a wrong type, or the reward is not a finite float32.
@@ -365,6 +371,10 @@ def _parts(parts: Any, name: str) -> dict[str, Any]:
 def checked_content(content: Any, name: str) -> Any:
     """Check content for the model: a text, messages, or None. Texts longer than an engine reads are cut.
 
+    Args:
+        content: the content.
+        name: name, for errors, of the method that returned the content.
+
     Raises:
         ValueError: the content is something else, or has too many messages.
     """
@@ -386,7 +396,7 @@ def checked_content(content: Any, name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Write a value for a sentence, cut to 200 characters."""
+    """Return the `repr` of a value for an error message, cut to 200 characters."""
     try:
         text = repr(value)
     # The user's class may have a `__repr__` that fails.

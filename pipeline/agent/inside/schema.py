@@ -1,7 +1,7 @@
-"""Schemas of tools, which the model reads.
+"""JSON schemas of tools, which the model reads, made from Python functions.
 
 This module needs Python 3.9 and nothing but the standard library. `schema_of` follows
-`transformers.utils.get_json_schema`, whose form chat templates expect.
+`transformers.utils.get_json_schema`, which makes the form that chat templates expect.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UNIONS = (
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)$")
 NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
-"""What tools may be called."""
+"""Pattern of allowed names of tools."""
 
 
 def schema_of(function: Callable) -> dict[str, Any]:
-    """The OpenAI schema of a function, from its signature and its docstring in Google's style.
+    """Make the OpenAI schema of a function from its signature and its docstring in Google's style.
 
     Raises:
-        ValueError: the function has no docstring, a parameter without a type hint, or one that JSON cannot give; the
-            sentence names the parameter.
+        ValueError: the function has no docstring, a parameter without a type hint, or a type that JSON cannot express;
+            the message names the parameter.
     """
     name = function.__name__
     text, described = _docstring(inspect.getdoc(function) or "")
@@ -66,10 +66,10 @@ def schema_of(function: Callable) -> dict[str, Any]:
 
 
 def mark_of(function: Callable) -> tuple[str, float | None]:
-    """Name and `timeout_s` of a function that may be marked with `@tool`.
+    """Return name and `timeout_s` of a function; they may be set by `@tool`.
 
     Raises:
-        ValueError: the mark has another one than a tool may have.
+        ValueError: `@tool` set a name or a timeout that is not allowed.
     """
     marks = getattr(function, "__tool__", {})
     name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
@@ -82,7 +82,8 @@ def mark_of(function: Callable) -> tuple[str, float | None]:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The part before the first section, and the descriptions in the section `Args`, each on one line."""
+    """Return the text before the first section, and the descriptions in the section `Args` by name, each as one
+    line."""
     head: list[str] = []
     described: dict[str, list[str]] = {}
     section, indent, current = "", 0, head
@@ -105,7 +106,7 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _type(hint: Any) -> dict[str, Any]:
-    """The schema of a type hint."""
+    """Make the JSON schema of a type hint. Raises ValueError if a model cannot write values of the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}

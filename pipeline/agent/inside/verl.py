@@ -1,10 +1,10 @@
-"""verl's forms of environments and tools: interactions, tools (`BaseTool` and its YAML file) and function tools.
+"""Adapters for verl's environments and tools: interactions, tools (`BaseTool` and its YAML file) and function tools.
 
 This module needs Python 3.9 and nothing but the standard library (and PyYAML for a YAML file); it runs in environment
-processes. If verl is not installed, `provide` stands in for the few of its modules that such files import.
+processes. If verl is not installed, `provide` replaces the few of its modules that such files import.
 
-As in verl, no score contains the rewards that tools return: `execute`'s is dropped, and `calc_reward` is not called.
-Other than in verl, a tool is created once for an episode, at its first call, and released at the end. An exception of a
+As in verl, rewards that tools return do not count: the reward of `execute` is dropped, and `calc_reward` is not called.
+Unlike in verl, a tool is created once for an episode, at its first call, and released at the end. An exception of a
 tool fails the row, while verl shows it to the model.
 """
 
@@ -38,9 +38,9 @@ def is_tool(made: Any) -> bool:
 
 
 class Interaction(Environment):
-    """An interaction as an environment.
+    """An interaction of verl as an environment.
 
-    `agent.kwargs` are its `config`, and `extra_info.interaction_kwargs` its keyword arguments.
+    `agent.kwargs` are the interaction's `config`, and a row's `extra_info.interaction_kwargs` its keyword arguments.
     """
 
     def __init__(self, made: Any, config: dict[str, Any]) -> None:
@@ -67,7 +67,12 @@ class Interaction(Environment):
 
 
 class VerlTool:
-    """A tool of verl for one episode.
+    """A tool of verl, for one episode after the other.
+
+    Args:
+        made: class of the tool.
+        config: configuration of the tool.
+        schema: schema of the tool from verl's YAML file; None if the class has its own.
 
     Raises:
         ValueError: (when made) the tool cannot be made, or has no schema.
@@ -86,12 +91,12 @@ class VerlTool:
         self._kwargs: dict[str, Any] = {}
 
     def open(self, row: dict[str, Any]) -> None:
-        """Begin an episode."""
+        """Begin an episode: take the tool's keyword arguments from the row."""
         name = self.schema["function"]["name"]
         self._kwargs = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(name) or {}
 
     async def call(self, /, **arguments: Any) -> str:
-        """Call the tool, which is created first if it is the episode's first call, and return its text."""
+        """Call the tool and return the text of its result. The first call in an episode creates the tool."""
         if self._id is None:
             given = self._kwargs.get("create_kwargs") or {}
             # verl's versions pass them to `create` in different ways.
@@ -101,7 +106,7 @@ class VerlTool:
         return said(result)
 
     async def close(self) -> None:
-        """End the episode."""
+        """End the episode: release the tool if it was created."""
         number, self._id = self._id, None
         if number is not None:
             await self._tool.release(number, **(self._kwargs.get("release_kwargs") or {}))
@@ -125,7 +130,7 @@ def said(result: Any) -> str:
 
 
 async def _fitting(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a coroutine function with the arguments that it takes; others are left out."""
+    """Call a coroutine function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
@@ -144,7 +149,7 @@ def _dumped(schema: Any) -> dict[str, Any]:
 
 
 def function_tools(module: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """List schemas and functions of a module that are marked with verl's `@function_tool`."""
+    """Return (schema, function) of each function in a module that is marked with verl's `@function_tool`."""
     registry = getattr(sys.modules.get(FUNCTION_TOOLS), "FUNCTION_TOOL_REGISTRY", {})
     found = [entry for entry in registry.values() if entry.fn.__module__ == module]
     return [(_dumped(entry.tool_schema), _said_by(entry.fn)) for entry in found]
@@ -186,7 +191,7 @@ def entries(path: str) -> list[dict[str, Any]]:
 
 
 class _Model:
-    """A stand-in for verl's pydantic models of schemas."""
+    """A replacement for verl's pydantic models of schemas."""
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
@@ -211,7 +216,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Response:
-    """A stand-in for `ToolResponse`."""
+    """A replacement for verl's `ToolResponse`."""
 
     def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
         self.text = text
@@ -220,7 +225,7 @@ class _Response:
 
 
 class _Tool:
-    """A stand-in for `BaseTool`."""
+    """A replacement for verl's `BaseTool`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         self.config = config
@@ -241,7 +246,7 @@ class _Tool:
 
 
 class _Interaction:
-    """A stand-in for `BaseInteraction`."""
+    """A replacement for verl's `BaseInteraction`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -258,7 +263,7 @@ _REGISTRY: dict[str, Any] = {}
 
 
 def _function_tool(name: Any = None, *, schema: Any = None) -> Any:
-    """Register a function as verl's `function_tool` does."""
+    """Register a function as a tool, like verl's `function_tool`."""
 
     def mark(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
         made = schema if schema is not None else schema_of(function)
@@ -285,7 +290,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of stand-ins for verl's modules that no other finder has found."""
+    """A finder that imports the replacements of verl's modules if no other finder finds the modules."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _MODULES:
@@ -300,6 +305,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def provide() -> None:
-    """Let files import the base classes of verl's tools and interactions if verl is not installed."""
+    """Make the base classes of verl's tools and interactions importable even if verl is not installed."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,1 +1,1 @@
-"""Tokens of episodes: prompts by the model's chat template, the tokens between two answers, and reading of answers."""
+"""Tokens of episodes: prompts by the model's chat template, the tokens between two turns, and parsing of turns."""

@@ -1,14 +1,15 @@
-"""Tokens between two answers of an episode, derived from the model's own chat template and proven before the run.
+"""The tokens between two turns of an episode, derived from the model's own chat template and proven before the run.
 
-This is guaranteed: the prompt of answer k + 1 is the prompt of answer k, the tokens sampled for answer k, and the
-tokens of `Bridge.after`, concatenated. Sampled tokens are never encoded again. `after` gives the tokens that the
-template writes after an assistant's message (`template.py`): the closing marker, the separator, the new messages, the
-generation prompt. It is exact for any content, because the real messages are rendered each time: templates trim
-contents, quote them as JSON, or leave out empty ones. `proof.py` shows before the run that a template can do it.
+Guaranteed: the prompt of turn k + 1 is the prompt of turn k, the tokens sampled in turn k, and the tokens of
+`Bridge.after`, concatenated. Sampled tokens are never encoded again. `after` gives the tokens that the template writes
+after an assistant's message (`template.py`): the closing marker, the separator, the new messages, the generation
+prompt. They are exact for any content, because the real messages are rendered each time: templates trim contents, quote
+them as JSON, or leave out empty ones. `proof.py` checks before the run that a template allows this.
 
-This is not guaranteed: that the template, given the whole conversation, would write the same. Templates of reasoning
-models remove the thinking from earlier answers at a user's message. The context of an episode keeps it: every token is
-trained in the context that it was sampled in. `Continuation.appends` is true if the template writes the same.
+Not guaranteed: that the template would write the same text for the whole conversation. Templates of reasoning models
+remove the thinking from earlier turns once a user's message follows. The context of an episode keeps the thinking:
+every token is trained in the context in which it was sampled. `Continuation.appends` is true if the template writes the
+same.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Bridge:
-    """The tokens of first prompts, and the tokens between an answer and the next one."""
+    """The tokens of prompts, and the tokens between a turn and the next one."""
 
     def __init__(self, template: Template, continuations: dict[str, Continuation]) -> None:
-        """Use `prove`, which refuses templates that do not work."""
+        """Make a bridge without proof. Use `prove`, which refuses templates that do not work."""
         self._template, self.continuations = template, continuations
         self.tokens, self.template_kwargs = template.tokens, template.kwargs
 
@@ -39,23 +40,23 @@ class Bridge:
     def prove(
         cls, tokenizer: "PreTrainedTokenizerBase", template_kwargs: dict[str, Any], roles: set[str], tools: list[dict]
     ) -> "Bridge":
-        """Make a bridge for messages of these roles.
+        """Make a bridge that can continue a turn with messages of these roles.
 
         Args:
             tokenizer: tokenizer of the model, with its chat template.
             template_kwargs: further arguments of the template (`data.apply_chat_template_kwargs`).
-            roles: roles of the messages that may follow an answer, such as `user` and `tool`.
+            roles: roles of the messages that may follow a turn, such as `user` and `tool`.
             tools: schemas of the tools, for the first prompt.
 
         Raises:
-            ValueError: the template cannot continue an answer with a message of one of the roles, or the tokenizer is
-                not from the `tokenizers` library.
+            ValueError: the template cannot continue a turn with a message of one of the roles, or the tokenizer is not
+                from the `tokenizers` library.
         """
         template = Template(tokenizer, template_kwargs, tools)
         return cls(template, {role: prove(template, role) for role in sorted(roles)})
 
     def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-        """Return the tokens of the first prompt, generation prompt included.
+        """Return the token ids of a whole conversation as a prompt, generation prompt included.
 
         Special tokens in contents are encoded as ordinary text (`models/special_tokens.py`).
 
@@ -71,18 +72,18 @@ class Bridge:
         return self.tokens.encode(lambda given: self._template.render(*given), [messages, tools])
 
     def after(self, sampled: Sequence[int], messages: list[dict], calls: Sequence[Call] = ()) -> list[int]:
-        """Return the tokens after the sampled ones, up to the start of the next answer.
+        """Return the token ids between the sampled tokens of a turn and the start of the next turn.
 
-        No content gives a special token.
+        Special tokens in contents are encoded as ordinary text.
 
         Args:
-            sampled: tokens of the answer, with or without its closing marker.
-            messages: messages after the answer: at least one `{role, content}`, the first of a proven role.
-            calls: the tool calls of the answer, which the messages of role `tool` answer in their order.
+            sampled: token ids of the turn, with or without its closing marker.
+            messages: messages after the turn: at least one `{role, content}`, the first of a proven role.
+            calls: the tool calls of the turn; the messages of role `tool` are their results in the same order.
 
         Raises:
-            ValueError: the first message has a role that was not proven, the template fails on the messages, or it
-                writes only one message of this role and there are more.
+            ValueError: the first message has a role that was not proven, the template fails on the messages, or there
+                are several messages of this role and the template writes only one.
         """
         if not messages:
             raise ValueError("an answer is continued with at least one message, but there is none")
@@ -109,13 +110,11 @@ class Bridge:
         return ids
 
     def content_ids(self, text: str) -> list[int]:
-        """Return the tokens of text from outside; none of them is special."""
+        """Encode text from outside to token ids, special tokens in it as ordinary text."""
         return self.tokens.ordinary(clean(text))
 
     def answer(self, text: str, calls: Sequence[Call]) -> list[int]:
-        """Return the tokens of an answer as the template writes it, without its closing marker.
-
-        A parser must read them.
+        """Return the token ids of a turn as the template writes it, without its closing marker; used to test parsers.
 
         Raises:
             ValueError: the template cannot write the calls.
@@ -123,7 +122,7 @@ class Bridge:
         start = self._template.render([QUESTION], self._template.tools)
         whole, _ = self._with_calls(text, calls)
         length = len(common_prefix(start, whole))
-        # The generation prompt and the answer may begin with different tokens of the same first characters.
+        # The generation prompt and the turn may begin with different tokens of the same first characters.
         for match in self.tokens.control.finditer(whole):
             if match.start() < length < match.end():
                 length = match.start()
@@ -132,9 +131,13 @@ class Bridge:
         return self.tokens.as_template(answer[: ends[-1]] if ends else answer)
 
     def _with_calls(self, text: str, calls: Sequence[Call]) -> tuple[str, str]:
-        """Render a conversation that ends with the answer.
+        """Render a conversation that ends with a turn of this text and these calls.
 
-        Also returns the first form in which the template writes the calls. Raises ValueError if there is none.
+        Returns:
+            The rendered text, and the first entry of `FORMS` in which the template writes the calls.
+
+        Raises:
+            ValueError: the template writes the calls in no form.
         """
         reason = "the model's chat template leaves out the tool calls of an answer"
         for form in FORMS if calls else ("none",):
@@ -151,13 +154,13 @@ class Bridge:
 
     @cached_property
     def _form(self) -> str:
-        """The form, one of `FORMS`, in which the template reads calls; the first if it reads none."""
+        """The entry of `FORMS` in which the template reads calls; the first entry if it reads none."""
         with suppress(ValueError):
             return self._with_calls("", [Call(call_id(0), "tool", {"value": "x"})])[1]
         return FORMS[0]
 
     def _readable(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Convert an answer with calls to the form that the template reads."""
+        """Convert an assistant's message with calls to the form that the template reads."""
         calls = [
             Call(call.get("id") or call_id(number), call["function"]["name"], call["function"]["arguments"])
             for number, call in enumerate(message["tool_calls"])
@@ -166,20 +169,20 @@ class Bridge:
 
     @property
     def shows_tools(self) -> bool:
-        """True if the template writes the schemas of the tools."""
+        """True if the template writes the schemas of the tools into the prompt."""
         return self._template.render([QUESTION], self._template.tools) != self._template.render([QUESTION], None)
 
     @property
     def closings(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end a turn."""
         return frozenset().union(*(proof.closings for proof in self.continuations.values()))
 
     def text(self, ids: list[int]) -> str:
-        """Decode tokens, control tokens included (`conversation.py`)."""
+        """Decode token ids to text, control tokens included."""
         return str(self._template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def summary(self) -> str:
-        """Describe the proven continuations in one line."""
+        """Describe in one line, by role, how messages can follow a turn."""
         parts = []
         for role, proof in sorted(self.continuations.items()):
             notes = ["as the template writes it" if proof.appends else "earlier answers kept as sampled"]

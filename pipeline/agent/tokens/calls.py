@@ -1,9 +1,9 @@
-"""Conversion of answer tokens to a `Message`, by vLLM's own parsers, in this process.
+"""Conversion of a turn's tokens to a `Message` with text, reasoning and tool calls, by vLLM's own parsers.
 
-A parser is proven before the run: it must read calls that the model's chat template writes back unchanged. vLLM's
-parsers report "no call" both if an answer has none and if a call cannot be read, and some log a traceback. This module
-recognises the second case by the marks that the template puts around calls: an answer with such a mark and without a
-call is malformed, and the model reads the reason. No answer of a model raises an error.
+A parser is proven before the run: it must parse the calls that the model's chat template writes. vLLM's parsers report
+"no call" both if a turn has none and if a call cannot be parsed, and some log a traceback. This module recognises the
+second case by the marks that the template puts around calls: a turn with such a mark and without a call is malformed,
+and the model reads the reason. No text that a model writes makes this module raise.
 """
 
 import contextlib
@@ -30,36 +30,36 @@ PREFERRED = (
 )
 """Parsers that `agent.parser=auto` tries, in this order."""
 MAX_TEXT = 1 << 16
-"""Characters of an answer with calls; a longer one is malformed. Some parsers take quadratic time."""
+"""Maximum length of a turn with calls, in characters; a longer one is malformed. Some parsers take quadratic time."""
 MAX_CALLS = 64
-"""Calls of an answer; one with more is malformed."""
+"""Maximum number of calls in a turn; a turn with more is malformed."""
 MAX_DEPTH = 64
-"""Levels of lists and objects in arguments."""
+"""Maximum depth of nested lists and objects in arguments."""
 LOGGERS = ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
-"""Loggers that write a traceback for a call that cannot be read."""
+"""Loggers that write a traceback for a call that cannot be parsed."""
 TAG = re.compile(r"<[^<>\s=]{1,40}(?:>|=)|\[[A-Z_]{3,40}\]")
-"""Marks that templates put around calls: `<tool_call>`, `<function=`, `[TOOL_CALLS]`."""
+"""Pattern of the marks that templates put around calls: `<tool_call>`, `<function=`, `[TOOL_CALLS]`."""
 
 
 Probe = tuple[list[int], list[Call]]
 
 
 class Malformed(Exception):
-    """A call cannot be read; the model reads the text, which is the reason."""
+    """A call cannot be parsed; the model reads the message, which is the reason."""
 
 
 class AnswerParser:
-    """A reader of answers. It is safe to use from several threads."""
+    """Parses the tokens of a turn into text, reasoning and tool calls. Safe to use from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], bridge: Bridge) -> None:
-        """Make a reader that leaves calls and reasoning in the text. Use `prove` for a reader that takes them out."""
+        """Make a parser that leaves calls and reasoning in the text. Use `prove` for one that takes them out."""
         self.tokenizer = tokenizer
         self.tools = tools
         self.bridge = bridge
         self.parser = "none"
         self.reasoning_parser = "none"
         self.marks: list[str] = []
-        """Texts that show that an answer is meant to call a tool; each of them is enough."""
+        """Texts that show that a turn is meant to call a tool; each of them is enough."""
         self._mark_per_call = False
         """True if the template writes the first of `marks` once for each call."""
         self._class: Any = None
@@ -70,17 +70,17 @@ class AnswerParser:
     def prove(
         cls, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], parser: str, reasoning_parser: str, bridge: Bridge
     ) -> "AnswerParser":
-        """Make a reader whose tool parser reads the calls that the model's chat template writes.
+        """Make a parser of turns, and prove that it parses the calls that the model's chat template writes.
 
         Args:
             tokenizer: tokenizer of the model.
-            tools: schemas of the tools; without tools, the reader looks for no calls.
+            tools: schemas of the tools; without tools, calls are not looked for.
             parser: name of one of vLLM's tool parsers; `auto` takes the first of `PREFERRED` that fits; `none`.
             reasoning_parser: name of one of vLLM's reasoning parsers, or `none`.
             bridge: bridge of the model, which writes the calls.
 
         Raises:
-            ValueError: a parser of the name does not exist, or it does not read the template's calls.
+            ValueError: a parser of the name does not exist, or it does not parse the template's calls.
         """
         reader = cls(tokenizer, tools, bridge)
         parser = parser if tools else "none"
@@ -111,14 +111,14 @@ class AnswerParser:
         )
 
     def read(self, ids: Sequence[int], truncated: bool) -> tuple[Message, str | None]:
-        """Read the answer in these tokens.
+        """Parse the tokens of a turn.
 
         Args:
-            ids: sampled tokens, with or without the closing marker.
-            truncated: true if the answer was cut at its length limit.
+            ids: sampled token ids, with or without the closing marker.
+            truncated: true if the turn was cut at its length limit.
 
         Returns:
-            The message, and the reason if a call in it could not be read, else None. A message with a reason has no
+            The message, and the reason if a call in it could not be parsed, else None. A message with a reason has no
             calls.
         """
         plain = self._decode(ids, skip=True)
@@ -138,13 +138,17 @@ class AnswerParser:
         return Message(text, reasoning, calls, truncated), None
 
     def summary(self) -> str:
-        """Name the parsers that read the answers, in one line."""
+        """Name the parsers that parse the turns, in one line."""
         if self.parser == "none":
             return f"tool calls are not read; reasoning parser {self.reasoning_parser}"
         return f"tool parser {self.parser}, proven on {len(self.tools)} tools; reasoning parser {self.reasoning_parser}"
 
     def _use(self, parser: str, reasoning_parser: str) -> None:
-        """Read with these parsers. Raises ValueError if vLLM has no such parser or it refuses the tokenizer."""
+        """Parse with these of vLLM's parsers from now on.
+
+        Raises:
+            ValueError: vLLM has no such parser, or the parser refuses the tokenizer.
+        """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser.parser_manager import ParserManager
 
@@ -165,7 +169,7 @@ class AnswerParser:
         self.parser, self.reasoning_parser = parser, reasoning_parser
 
     def _prove_reasoning(self, name: str) -> None:
-        """Raise ValueError if the reasoning parser does not read reasoning between its own marks."""
+        """Raise ValueError if the reasoning parser does not find the reasoning between its own marks."""
         from vllm.reasoning import ReasoningParserManager
 
         known = sorted(ReasoningParserManager.list_registered())
@@ -192,7 +196,8 @@ class AnswerParser:
         )
 
     def _misread(self, name: str, reasoning_parser: str, probes: list[Probe]) -> str | None:
-        """Return the parser's problem or wrong result on the first probe that it misreads; None if it reads all."""
+        """Test a parser on the probes. Returns its error or wrong result on the first one that fails; None if all
+        succeed."""
         try:
             self._use(name, reasoning_parser)
         except ValueError as error:
@@ -205,7 +210,8 @@ class AnswerParser:
         return None
 
     def _probes(self) -> list[Probe]:
-        """Make answers with calls as the template writes them: one for each tool, and one with two calls if possible.
+        """Make test turns with calls as the template writes them: one for each tool, and one with two calls if
+        possible.
 
         Raises:
             ValueError: the template cannot write a call.
@@ -232,7 +238,7 @@ class AnswerParser:
             self._mark_per_call = self._decode(last, skip=False).count(self.marks[0]) == 2
 
     def _parser(self) -> Any:
-        """Make a parser for one answer: parsers keep state."""
+        """Make a parser for one turn; parsers keep state, so each turn needs its own."""
         parser = self._class(
             self.tokenizer, self._request.tools, chat_template_kwargs=dict(self.bridge.template_kwargs)
         )
@@ -240,7 +246,7 @@ class AnswerParser:
         return parser
 
     def _parse(self, raw: str, ids: Sequence[int]) -> tuple[str, str, list[tuple[str, str]]]:
-        """Parse an answer into reasoning, text, and names and arguments of the calls. Raises Malformed."""
+        """Parse a turn. Returns (reasoning, text, [(name, arguments as JSON) of each call]). Raises Malformed."""
         try:
             reasoning, text, calls = self._parser().parse(
                 raw, self._request, enable_auto_tools=self.parser != "none", model_output_token_ids=list(ids)
@@ -253,7 +259,7 @@ class AnswerParser:
         return without.sub("", reasoning or ""), without.sub("", text or ""), named
 
     def _call(self, number: int, name: Any, text: Any) -> Call:
-        """Check a call. Raises Malformed."""
+        """Make a `Call` from what a parser found. Raises Malformed if the name or the arguments cannot be used."""
         if not isinstance(name, str) or not name:
             raise Malformed(f"call {number + 1} has no name")
         try:
@@ -272,7 +278,8 @@ class AnswerParser:
         return Call(call_id(number), name, arguments)
 
     def _check_size(self, raw: str) -> None:
-        """Raise Malformed if an answer is too long for parsers; some take quadratic time."""
+        """Raise Malformed if a turn is too long or has too many calls for parsers, some of which take quadratic
+        time."""
         if len(raw) > MAX_TEXT:
             raise Malformed(f"the answer has {len(raw)} characters; calls are read in answers of up to {MAX_TEXT}")
         for mark in self.marks:
@@ -280,7 +287,7 @@ class AnswerParser:
                 raise Malformed(f"the answer holds {mark} {raw.count(mark)} times, more than {MAX_CALLS}")
 
     def _check_count(self, raw: str, reasoning: str, calls: list[Call], truncated: bool) -> None:
-        """Raise Malformed if an answer begins more calls than could be read."""
+        """Raise Malformed if a turn has more marks of calls than calls that could be parsed."""
         if not self.marks or self.parser == "none":
             return
         mark = self.marks[0]
@@ -295,7 +302,12 @@ class AnswerParser:
         raise Malformed(f"no tool call can be read behind {mark}{why(raw.partition(mark)[2])}")
 
     def _decode(self, ids: Sequence[int], skip: bool) -> str:
-        """Decode the tokens without the closing marker."""
+        """Decode token ids without the closing marker.
+
+        Args:
+            ids: the token ids.
+            skip: true to leave out special tokens.
+        """
         ids = list(ids)
         while ids and ids[-1] in self.bridge.closings:
             ids.pop()
@@ -311,7 +323,8 @@ def registered() -> list[str]:
 
 
 def why(text: str) -> str:
-    """Describe the mistake in the JSON at the beginning of `text`; empty if `text` does not begin with JSON."""
+    """Describe the error in the JSON at the beginning of `text`; "" if `text` does not begin with JSON or has no
+    error."""
     if not text.lstrip().startswith(("{", "[")):
         return ""
     try:
@@ -324,13 +337,13 @@ def why(text: str) -> str:
 
 
 def example(tool: dict) -> dict[str, Any]:
-    """Make arguments of a tool that fit its schema."""
+    """Make example arguments of a tool that fit its schema."""
     properties = tool["function"].get("parameters", {}).get("properties", {})
     return {name: _value(schema) for name, schema in properties.items()}
 
 
 def _value(schema: Any) -> Any:
-    """Make a value that fits a JSON schema."""
+    """Make an example value that fits a JSON schema."""
     schema = schema if isinstance(schema, dict) else {}
     if schema.get("enum"):
         return schema["enum"][0]

@@ -1,4 +1,4 @@
-"""Conversion of conversations to tokens, and of answers to messages, for one list of tools."""
+"""Conversion of conversations to tokens, and of turns to messages, for one list of tools."""
 
 import asyncio
 import json
@@ -13,26 +13,27 @@ from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 
 MAX_TOOL_LISTS = 64
-"""Lists of tools that an engine keeps ready. Programs may show more; then the list that was shown the longest time ago
-is dropped, and is proven again when it is shown again."""
+"""Maximum number of lists of tools for which an engine keeps the proven chat format. If programs show more, the list
+that was shown the longest time ago is dropped, and is proven again when it is shown again."""
 TOKEN = 128
-"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text with more characters per
-allowed token does not fit."""
+"""Length of the longest tokens of known vocabularies, in characters; they are runs of spaces. A text with more
+characters per allowed token surely does not fit."""
 NO_TOOLS = "[]"
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The bridge and the reader of all conversations of an engine's episodes with the same tools.
+    """The bridge and the parser of all conversations of an engine's episodes with the same tools.
 
     Args:
         config: the section `agent`.
-        bridge, reader: conversion to the policy's tokens and from them.
+        bridge: conversion of messages to the policy's tokens.
+        reader: parser of the policy's tokens.
         tools: schemas of the tools.
-        max_prompt_length: most tokens of a context's prompt.
-        max_response_length: most tokens after the prompt, observations included.
-        prove: function that makes bridge and reader of other tools, or raises ValueError; a program may show the policy
-            tools of its own.
+        max_prompt_length: maximum number of tokens of a context's prompt.
+        max_response_length: maximum number of tokens after the prompt, observations included.
+        prove: function that makes bridge and parser for other tools, which programs may show the policy; it raises
+            ValueError if that fails.
     """
 
     config: AgentConfig
@@ -46,14 +47,15 @@ class ChatFormat:
 
     @cached_property
     def key(self) -> str:
-        """The tools as text; their order and the order of their keys count, because the policy reads them so."""
+        """The tools as JSON text, to compare them. Order of tools and keys counts, since the policy reads them in this
+        order."""
         return json.dumps(self.tools) if self.tools else NO_TOOLS
 
     async def with_tools(self, tools: list[dict[str, Any]]) -> "ChatFormat":
         """Return the chat format of conversations with these tools.
 
         Raises:
-            ValueError: the tools are longer than a prompt, the chat template cannot write them, or no parser reads
+            ValueError: the tools are longer than a prompt, the chat template cannot write them, or no parser parses
                 their calls.
         """
         key = json.dumps(tools)

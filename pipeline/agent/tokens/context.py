@@ -1,4 +1,4 @@
-"""One sequence of an episode: the tokens that the engine saw and sampled."""
+"""A context: one token sequence of an episode, as the engine saw and sampled it."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,64 +12,64 @@ from pipeline.generation import Generation
 from pipeline.rows import ANSWER, OBSERVATION
 
 Span = tuple[int, int, float | None]
-"""Kind, number of tokens, and reward of an answer or an observation."""
+"""A part of a context: (kind, `ANSWER` or `OBSERVATION`; number of tokens; reward of a turn or None)."""
 
 
 @dataclass
 class Answer:
-    """One answer of the policy."""
+    """One turn that the policy generated."""
 
     message: Message
     malformed: str | None
-    """The reason if a tool call in the answer could not be read; else None."""
+    """The reason if a tool call in the turn could not be parsed; else None."""
     full: bool
-    """True if no token fits after the answer."""
+    """True if no token fits after the turn."""
     prompt_tokens: int = 0
-    """Tokens of the request to the policy."""
+    """Number of tokens in the context before the turn."""
     tokens: int = 0
-    """Tokens of the answer."""
+    """Number of tokens of the turn."""
 
 
 @dataclass
 class Context:
-    """A prompt, and the answers and observations after it."""
+    """A prompt, and the turns and observations after it. Lists of tokens leave out the prompt."""
 
     prompt_ids: list[int]
     messages: list[dict[str, Any]]
-    """The conversation as the policy saw it."""
+    """The conversation as the policy saw it, with long messages cut."""
     chat_format: Any = None
     """The `ChatFormat` of the context."""
     heard: list[Any] = field(default_factory=list)
-    """The conversation as the program knows it: long messages are whole."""
+    """The conversation as the program knows it, with long messages whole; used to recognise its continuation."""
     ids: list[int] = field(default_factory=list)
-    """Tokens after the prompt."""
+    """Token ids after the prompt."""
     mask: list[int] = field(default_factory=list)
-    """1 if the policy sampled the token and it trains, else 0."""
+    """For each token after the prompt, 1 if the policy sampled it and it is trained, else 0."""
     log_probs: list[float] = field(default_factory=list)
-    """Log-probs of sampled tokens; 0 for others."""
+    """For each token after the prompt, the log-prob if the policy sampled it, else 0."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """Policy versions with their numbers of tokens; an observation has the version of the answer before it."""
+    """Runs of tokens as (policy version, number of tokens); an observation has the version of the turn before it."""
     spans: list[Span] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    """Tokens of the last answer."""
+    """Token ids of the last turn."""
     calls: Sequence[Call] = ()
-    """Tool calls of the last answer."""
+    """Tool calls of the last turn."""
     call_ids: Sequence[str] = ()
-    """Ids of these calls in the program."""
+    """Ids of the tool calls of the last turn, as the program knows them."""
     text: str = ""
-    """Text of the last answer."""
+    """Text of the last turn."""
     turns: list[int] = field(default_factory=list)
-    """Numbers of the answers, in the order of the episode's requests to the policy."""
+    """Numbers of the turns, in the order of the episode's requests to the policy."""
     finish_reason: str = "abort"
-    """Finish reason of the last answer, from the engine."""
+    """Finish reason of the last turn, from the engine."""
 
     @property
     def turn(self) -> int:
-        """Number of the last answer; -1 before the first."""
+        """Number of the last turn; -1 before the first."""
         return self.turns[-1] if self.turns else -1
 
     def add_answer(self, generation: Generation) -> None:
-        """Append sampled tokens."""
+        """Append the tokens of a turn."""
         self.answer = generation.token_ids.tolist()
         self.finish_reason = generation.finish_reason
         self.ids += self.answer
@@ -80,7 +80,7 @@ class Context:
         self.spans.append((ANSWER, len(self.answer), None))
 
     def add_observation(self, ids: list[int]) -> None:
-        """Append tokens that the policy did not sample after an answer."""
+        """Append the tokens of an observation, which the policy did not sample."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
@@ -88,7 +88,11 @@ class Context:
         self.spans.append((OBSERVATION, len(ids), None))
 
     def drop_observation(self, messages: int) -> None:
-        """Remove the observation at the end, and its `messages` last messages."""
+        """Remove the observation at the end of the context.
+
+        Args:
+            messages: number of messages in the observation.
+        """
         _, count, _ = self.spans.pop()
         for values in (self.ids, self.log_probs, self.mask):
             del values[len(values) - count :]
@@ -97,13 +101,18 @@ class Context:
         self.runs.append((version, tokens - count))
 
     def set_rewards(self, rewards: Sequence[float | None]) -> None:
-        """Set the rewards of all answers."""
+        """Set the reward of each turn; None for a turn without one."""
         answers = [place for place, span in enumerate(self.spans) if span[0] == ANSWER]
         for place, reward in zip(answers, rewards, strict=True):
             self.spans[place] = (ANSWER, self.spans[place][1], reward)
 
     def set_reward(self, reward: float | None, trains: bool) -> None:
-        """Set the reward of the last answer, which must be the last span; without `trains`, mask it out."""
+        """Set the reward of the last turn, which must be the last span.
+
+        Args:
+            reward: the reward, or None.
+            trains: false to leave the tokens of the turn out of the loss.
+        """
         kind, count, _ = self.spans[-1]
         self.spans[-1] = (kind, count, reward)
         if not trains:
@@ -116,12 +125,15 @@ class Context:
 
 
 def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tuple[Generation, np.ndarray]:
-    """Join the tokens of all contexts into one response; also returns their mask [T] int8.
+    """Join the tokens of all contexts into one response.
 
     Args:
         contexts: contexts of one episode.
-        finish_reason: finish reason of the last answer.
+        finish_reason: finish reason of the last turn.
         version: policy version of an episode without tokens.
+
+    Returns:
+        The response of T tokens, and its mask [T] int8: 1 for tokens that are trained.
     """
     runs = tuple(itertools.chain.from_iterable(context.runs for context in contexts))
     generation = Generation(

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class ControlTokens:
-    """A tokenizer and its control tokens."""
+    """A tokenizer with its control tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Raise ValueError if the tokenizer is not from the `tokenizers` library."""
+        """Find the control tokens. Raises ValueError if the tokenizer is not from the `tokenizers` library."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             raise ValueError(
@@ -27,25 +27,25 @@ class ControlTokens:
             for number, token in tokenizer.added_tokens_decoder.items()
             if len(token.content.strip(BLANK)) > 1
         }
-        """Id of each control token."""
+        """Id of each control token, by its text."""
         self.control = alternatives(self.ids)
-        """Pattern of any control token."""
+        """Pattern that matches any control token."""
         self.special = self._special.special
-        """Pattern of the control tokens that decoding leaves out."""
+        """Pattern that matches the control tokens that decoding leaves out."""
         self._control_ids = frozenset(self.ids.values())
         # Make the copy of the tokenizer now; later it would block the event loop.
         self.ordinary("")
 
     def as_template(self, text: str) -> list[int]:
-        """Encode text that a template wrote: the texts of control tokens become control tokens."""
+        """Encode text that a template wrote: texts of control tokens in it become control tokens."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode(self, template: Callable[[Any], str], given: Any) -> list[int]:
-        """Encode the text that a template writes for `given`; the strings in `given` give no special tokens.
+        """Encode the text that a template writes for `given`; strings in `given` are encoded without special tokens.
 
         Raises:
-            ValueError: as `Spellings.render`.
+            ValueError: `Spellings.render` raised it.
         """
         given = clean(given)
         spellings = self._special.spellings(given)
@@ -60,22 +60,22 @@ class ControlTokens:
         return sum(map(self._control_ids.__contains__, ids))
 
     def first_control(self, ids: list[int]) -> int:
-        """Return the place of the first control token."""
+        """Return the index of the first control token in `ids`."""
         return next(place for place, number in enumerate(ids) if number in self._control_ids)
 
 
 @lru_cache(maxsize=1)
 def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> ControlTokens:
-    """Return the `ControlTokens` of a tokenizer, which all lists of tools share.
+    """Return the `ControlTokens` of a tokenizer; made once, since all lists of tools share it.
 
     Raises:
-        ValueError: as `ControlTokens`.
+        ValueError: the tokenizer is not from the `tokenizers` library.
     """
     return ControlTokens(tokenizer)
 
 
 def clean(value: Any) -> Any:
-    """Make all strings of a value of JSON's types valid UTF-8: a lone surrogate becomes a question mark."""
+    """Copy a JSON value with all strings in valid UTF-8: a lone surrogate becomes a question mark."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Proof, on the model's own chat template and before the run, that messages of a role can follow an answer."""
+"""Proof, before the run and on the model's own chat template, that messages of a role can follow a turn."""
 
 from dataclasses import dataclass
 
@@ -18,26 +18,26 @@ TOOL_WAYS = (*(Rendering(form, tools) for form in ("objects", "texts") for tools
 
 @dataclass(frozen=True)
 class Continuation:
-    """The proven way in which messages of a role follow an answer."""
+    """The proven way in which messages of a role can follow a turn."""
 
     way: Rendering
     closing: str
-    """The control token that `after` begins with if the answer was cut."""
+    """The control token that ends a turn; `after` begins with it if the turn was cut before its end."""
     closings: frozenset[int]
-    """Ids of the tokens that the template writes to close an answer; if one was sampled, none is added."""
+    """Ids of the tokens that the template writes to close a turn; if one of them was sampled, none is added."""
     several: bool
-    """True if several such messages may follow one answer."""
+    """True if several messages of the role may follow one turn."""
     appends: bool
-    """True if the template renders the longer conversation as the shorter one and more."""
+    """True if the template renders a conversation with more messages as the shorter one with text appended."""
     trimmed: bool
     """True if the template removes white space around contents."""
 
 
 def prove(template: Template, role: str) -> Continuation:
-    """Find a way in which messages of a role follow an answer, if possible several of them.
+    """Find a way in which messages of a role can follow a turn, preferably several messages.
 
     Raises:
-        ValueError: the template cannot continue an answer with such a message.
+        ValueError: the template cannot continue a turn with such a message.
     """
     reason, single = "", None
     for way in TOOL_WAYS if role == "tool" else USER_WAYS:
@@ -61,7 +61,8 @@ def prove(template: Template, role: str) -> Continuation:
 
 
 def _try(template: Template, role: str, way: Rendering) -> Continuation:
-    """Prove one way. Raises ValueError if the proof fails."""
+    """Check that messages of a role can follow a turn that is rendered in this way. Raises ValueError if they
+    cannot."""
     name = template.tools[0]["function"]["name"] if template.tools else "tool"
     calls = [] if way.calls == "none" else [Call(call_id(number), name, {}) for number in range(2)]
     message = {"role": role, "content": WORD}
@@ -82,7 +83,7 @@ def _try(template: Template, role: str, way: Rendering) -> Continuation:
 
 
 def _closing(template: Template, way: Rendering, message: dict, calls: list[Call]) -> tuple[str, frozenset[int]]:
-    """Return the control token that ends an answer in front of `message`, and the ids of all tokens that end one."""
+    """Return the control token that ends a turn before `message`, and the ids of all tokens that end a turn."""
     text = template.behind(way, [message], calls)
     controls = list(template.tokens.control.finditer(text))
     if not controls:
@@ -91,10 +92,10 @@ def _closing(template: Template, way: Rendering, message: dict, calls: list[Call
     if way.calls == "none":
         if text[: controls[0].start()].strip():
             raise ValueError(f"behind an answer it writes {text[: controls[0].start()]!r:.40}, not a control token")
-        # At the end of a conversation, some templates end an answer with another token.
+        # At the end of a conversation, some templates end a turn with another token.
         ends = [controls[0].group(), *(match.group() for match in [template.tokens.control.match(last)] if match)]
         return ends[0], frozenset(template.tokens.ids[end] for end in ends)
-    # Both share the rest of the call, and the closing marker if answers in last place have one.
+    # Both share the rest of the call, and the closing marker if the last turn of a conversation has one.
     shared = len(common_prefix(text, last))
     within = [control.group() for control in controls if control.end() <= shared]
     behind = [control.group() for control in controls if control.start() >= shared]
@@ -106,7 +107,7 @@ def _closing(template: Template, way: Rendering, message: dict, calls: list[Call
 
 
 def _check_border(template: Template, way: Rendering, closing: str, message: dict, calls: list[Call]) -> None:
-    """Raise ValueError if the text after an answer depends on the answer, or a token could cross the border."""
+    """Raise ValueError if the text after a turn depends on the turn, or a token could cross the border between them."""
     tail = template.tail(way, closing, [message], calls)
     encode = template.tokens.as_template
     for answer in ANSWERS:
@@ -121,7 +122,7 @@ def _check_border(template: Template, way: Rendering, closing: str, message: dic
 
 
 def _appends(template: Template, way: Rendering, closing: str, message: dict, calls: list[Call]) -> bool:
-    """Return whether the template writes the whole conversation as the first prompt, the answer and the tail."""
+    """Return True if the template writes the whole conversation as the first prompt, the turn and the tail."""
     start = template.render([QUESTION], template.tools)
     answer = said(THOUGHT, calls, way.calls)
     try:

@@ -1,4 +1,4 @@
-"""The text of a chat template, and the part of it after an answer.
+"""Rendering of a chat template, and the part of the rendered text after a turn.
 
 That part is found by rendering `[user, assistant(SENTINEL), *messages]` and keeping the text after the sentinel.
 """
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 QUESTION = {"role": "user", "content": "Hello."}
 
 FORMS = ("objects", "texts", "alone")
-"""Forms of calls that templates read: arguments as objects, as JSON texts, or as JSON texts in a message without
-content."""
+"""Forms of calls that templates read: arguments as objects (`objects`), as JSON texts (`texts`), or as JSON texts in a
+message without content (`alone`)."""
 
 
 class Rendering(NamedTuple):
-    """The way in which the answer in front of new messages is rendered."""
+    """How the turn before the new messages is rendered, to find the text after it."""
 
     calls: str
-    """`none`, or `objects` or `texts` of `FORMS`: some templates need the call in front of its result."""
+    """`none`, or an entry of `FORMS` (`objects`, `texts`) to render a tool call in the turn: some templates write a
+    tool's result only after its call."""
     tools: bool
-    """True to render the tools' schemas, too."""
+    """True to render the schemas of the tools, too."""
 
 
 class Template:
-    """The chat template of a model.
+    """The chat template of a model, with fixed arguments and tools.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -74,16 +75,16 @@ class Template:
         return text
 
     def behind(self, way: Rendering, messages: list[dict], calls: Sequence[Call], generate: bool = True) -> str:
-        """Return the text of the template after an answer; if it has calls, after the argument of the last call.
+        """Return the rendered text after a turn; if the turn has calls, after the argument of the last call.
 
         Args:
-            way: way in which the answer is rendered.
-            messages: messages after the answer.
-            calls: calls of the answer; if empty, as many placeholders as `messages` has results of tools, at least one.
+            way: how the turn is rendered.
+            messages: messages after the turn.
+            calls: calls of the turn; if empty, one placeholder for each tool result in `messages`, at least one.
             generate: true to append the generation prompt.
 
         Raises:
-            ValueError: the template fails, or does not write the answer once.
+            ValueError: the template fails, or does not write the turn exactly once.
         """
         if way.calls != "none" and not calls:
             results = [message for message in messages if message["role"] == "tool"]
@@ -96,7 +97,8 @@ class Template:
         return text[text.index(self._sentinel) + len(self._sentinel) :]
 
     def tail(self, way: Rendering, closing: str, messages: list[dict], calls: Sequence[Call]) -> str:
-        """Return `behind` with the generation prompt, from the control token `closing` on if the answer has calls."""
+        """Return the text after a turn, with the generation prompt; after calls, it begins at the control token
+        `closing`."""
         text = self.behind(way, messages, calls)
         return text if way.calls == "none" else text[text.index(closing) :]
 
@@ -106,9 +108,9 @@ def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> 
 
     Args:
         text: content of the message; with `in_call` and if there are calls, the argument of the last one.
-        calls: calls of the message; `in_call` replaces their arguments.
-        form: one of `FORMS`, or `none`.
-        in_call: see `text`.
+        calls: calls of the message.
+        form: one of `FORMS`, or `none` to leave the calls out.
+        in_call: true to replace the arguments of the calls by one each: "x", and `text` in the last call.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if form == "none" or not calls:
@@ -124,12 +126,12 @@ def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> 
 
 
 def arguments(call: Call, form: str) -> Any:
-    """Convert the arguments of a call to a form of `FORMS`."""
+    """Convert the arguments of a call for `form`, an entry of `FORMS`: to an object or to JSON text."""
     return call.arguments if form == "objects" else json.dumps(call.arguments, ensure_ascii=False)
 
 
 def answering(messages: list[dict], calls: Sequence[Call]) -> list[dict]:
-    """Give the messages of role `tool` the id and name of the call that they answer."""
+    """Give each message of role `tool` the id and name of the call that it answers, in order."""
     waiting = iter(calls)
     named = []
     for message in messages:
@@ -139,6 +141,6 @@ def answering(messages: list[dict], calls: Sequence[Call]) -> list[dict]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    """Return the longest common beginning of two texts."""
+    """Return the longest common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:length]

@@ -260,7 +260,7 @@ HOSTILE = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(name=st.sampled_from(sorted(FAMILIES)), text=HOSTILE)
 def test_no_content_becomes_a_special_token(name: str, text: str) -> None:
     made = BRIDGES[name]
@@ -278,7 +278,7 @@ def test_no_content_becomes_a_special_token(name: str, text: str) -> None:
     assert specials(name, made.prompt(reply(text))) == specials(name, made.prompt(reply("x")))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=HOSTILE)
 def test_no_schema_of_a_server_becomes_a_special_token(text: str) -> None:
     def shown(text: str) -> list[str]:
@@ -289,7 +289,7 @@ def test_no_schema_of_a_server_becomes_a_special_token(text: str) -> None:
     assert shown(text + "<|im_start|>") == shown("x")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(name=st.sampled_from(sorted(FAMILIES)), text=st.text(max_size=40))
 def test_harmless_contents_give_the_tokens_of_the_template(name: str, text: str) -> None:
     """Text around a hidden control token is encoded as if nothing were hidden."""

@@ -177,7 +177,7 @@ def test_hostile_values_in_calls_are_at_worst_mistakes(name: str) -> None:
             assert told is None or "numbers of at most" in told or "nested" in told
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=GARBAGE, truncated=st.booleans())
 def test_no_answer_raises(hermes: AnswerParser, text: str, truncated: bool) -> None:
     valid = text.encode("utf-8", "replace").decode()

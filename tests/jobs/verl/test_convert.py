@@ -254,7 +254,7 @@ def test_devices_are_shared_out(arguments: list[str], expected: tuple[Any, ...])
 ODD = ["0", "-1", "7", "1e3", "0.5_5", "true", "null", "text", "''", "[1,a]", "{a: 1}", "a:b", "1_2", "99999999999"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([*dict(RENAMED), *sorted(RULED)]), st.sampled_from(ODD)), max_size=12))
 def test_odd_values_are_converted_or_left(pairs: list[tuple[str, str]]) -> None:
     result = converted(*(f"{key}={value}" for key, value in pairs))

@@ -106,7 +106,7 @@ def test_nasty_answers_for_other_truths(truth: str) -> None:
 
 
 @pytest.mark.parametrize("source", RULES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.text(max_size=40) | st.text("\\boxed{}12 $#.,+-*/^_()[]<>=!|xy\n", max_size=40))
 def test_no_response_raises(source: str, text: str) -> None:
     rule, truth = RULES[source], TRUTHS.get(source, 1)

@@ -26,7 +26,7 @@ def through(value: Any) -> Any:
     return values.unpack(json.loads(json.dumps(values.pack(value))))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data)
 def test_data_comes_back_as_it_was(value: Any) -> None:
     assert repr(through(value)) == repr(value) or through(value) == value
@@ -84,7 +84,7 @@ def test_keys_of_one_hash_are_few() -> None:
     assert values.distinct([1, True, 1.0, -1, -2] * 100) == [1, -1, -2]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
