@@ -20,7 +20,7 @@ import yaml
 from jobs.command import called, new_parser
 from jobs.entry import command
 from jobs.verl.convert import convert
-from jobs.verl.launch import Settings, launch, refusal
+from jobs.verl.launch import Settings, launch, refusal, unstarted
 from jobs.verl.recorder import Recording, ScriptError, record
 from jobs.verl.state import State
 from pipeline.config import ConfigError, load_config
@@ -41,8 +41,10 @@ exit codes:
 """
 REFUSED, PARTLY = 2, 3
 
-_VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=.*", re.DOTALL)
+_IN_FRONT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _WIDTH = 118
+_LONGEST = 300  # characters of a setting in a report
 
 
 @command
@@ -100,8 +102,11 @@ def read(sources: list[str], run: bool = False) -> Settings:
         OSError, ScriptError: a script cannot be read (for certain), or does not start PPO training.
     """
     variables = {"PWD": os.getcwd()} | {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
-    variables |= {match[1]: match[2] for match in map(_VARIABLE.fullmatch, sources) if match}
     texts = {source: _script(source) for source in sources if os.path.isfile(source) or "=" not in source}
+    first = sources.index(next(iter(texts))) if texts else 0
+    given = {source for source in sources if _VARIABLE.fullmatch(source)}
+    given |= {source for source in sources[:first] if _IN_FRONT.fullmatch(source)}
+    variables |= {name: value for name, _, value in (source.partition("=") for source in sources if source in given)}
     paths = {source: str(Path(source).resolve()) for source in texts}
     names = ", ".join(Path(source).name for source in texts)
     settings = Settings()
@@ -115,13 +120,22 @@ def read(sources: list[str], run: bool = False) -> Settings:
     for source in sources:
         if source in recordings:
             launch(recordings[source], Path(source).name, settings)
-        elif not _VARIABLE.fullmatch(source):
+        elif source not in given:
             settings.add([source])
+    if not settings.settings and settings.cannot:
+        raise ScriptError(f"no settings of verl found: {settings.cannot[0]}")
     if not settings.settings:
         for source, text in texts.items():
-            if named := re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text):
-                why = refusal(named[1]) or f": {recordings[source].error}".removesuffix(": ")
+            named, commands = re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text), recordings[source].commands
+            if named and not any(named[1] in command.arguments for command in commands):
+                why = refusal(named[1]) or ": ".join(["", *unstarted(recordings[source], named[1])[:1]])
                 raise ScriptError(f"{source} ends before it starts {named[1]}{why}")
+        for recording in recordings.values():
+            for argument in (text for command in recording.commands for text in command.arguments):
+                if argument.endswith(".sh"):
+                    raise ScriptError(
+                        f"no settings of verl found in {names}, which starts {argument}: give that script"
+                    )
         raise ScriptError(
             f"no settings of verl found in {', '.join(sources)}; expected a command such as "
             "`python3 -m verl.trainer.main_ppo data.train_files=...`, or key=value arguments"
@@ -208,7 +222,7 @@ def report(conversion: State) -> Iterator[str]:
         reasons: dict[str, list[str]] = {}
         for left in conversion.left:
             if left.cannot is cannot:
-                reasons.setdefault(left.reason, []).append(f"{left.key}={left.text}")
+                reasons.setdefault(left.reason, []).append(f"{left.key}={left.text}"[:_LONGEST])
         lines = [f"  {reason}: {', '.join(settings)}" for reason, settings in reasons.items()]
         lines += [f"  {line}" for line in conversion.cannot] if cannot else []
         if lines:

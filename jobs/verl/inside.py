@@ -25,11 +25,13 @@ programs fail; tests of files turn out the other way; patterns of file names mat
 TOOLS = "awk basename bash cat cut date dirname expr grep head mkdir readlink realpath rev sed seq sort tail tr uniq wc"
 PROGRAMS = ("/bin", "/usr/bin", "/usr/local/bin")
 RECORDED = "accelerate nohup python python3 ray sbatch srun torchrun uv"
-ROOT = f"{os.getcwd()}/.root"  # stands for the root of the file system
+TOP = ".top_of_these_files"
+ROOT = f"{os.getcwd()}/{TOP}"  # stands for the root of the file system
 NOT_SET = "\x02{}\x03"  # the value of a variable that is not set
 NUMBER = "7"  # the same in arithmetic, and the output of programs
 MAX_REPAIRS, MAX_LOG, MAX_ERRORS = 60, 1 << 20, 1 << 14
 CPU_SECONDS, SECONDS = 1, 30.0  # of one run
+SLEEPS = 10  # of a loop that waits
 
 SHELL = r"""
 _record() {
@@ -57,7 +59,16 @@ which() { printf '%s\n' "$@"; }
 mkdir() { builtin command mkdir "$@" 2> /dev/null; return 0; }
 ulimit() { :; }
 kill() { :; }
+exit() {
+    local status=${1-$?}
+    [[ $BASHPID == $$ ]] && printf '%s\0' 2 "${_AT:-${BASH_LINENO[0]}}" "exit $status" >> "$_LOG"
+    builtin exit "$status"
+}
+# A loop that sleeps waits for something; it goes on for a while.
 sleep() { :; }
+shopt -s expand_aliases
+_SLEPT=0
+alias sleep='(( ++_SLEPT % SLEEPS == 0 )) && break 2> /dev/null || :'
 command() {
     builtin command "$@" || { local status=$?; [[ ${1-} == -[vV] && -n $_FILES ]] || return "$status"; }
 }
@@ -78,12 +89,12 @@ source() { _read "${BASH_LINENO[0]}" source "$@"; }
 function . { _read "${BASH_LINENO[0]}" . "$@"; }
 _shell() {
     local line=$1; shift
-    if [[ ${2-} != -*c && ! -f ${2-} ]]; then _record "$line" "$@"; return; fi
+    if [[ $# -gt 1 && ${2-} != -*[cs] && ! -f ${2-} ]]; then _record "$line" "$@"; return; fi
     _AT=${_AT:-$line} builtin command bash "${@:2}"
 }
 bash() { _shell "${BASH_LINENO[0]}" bash "$@"; }
 sh() { _shell "${BASH_LINENO[0]}" sh "$@"; }
-""".replace("RECORDED", RECORDED)
+""".replace("RECORDED", RECORDED).replace("SLEEPS", str(SLEEPS))
 
 _START = "export _SCRIPT; unset BASH_EXECUTION_STRING {}\n"
 _SCRIPT = "_SCRIPT={} BASH_ARGV0={}; builtin source {}; printf '%s\\0' 1 end >> \"$_LOG\"\n"
@@ -92,8 +103,9 @@ _SET_BY_BASH = ("HOSTNAME", "HOSTTYPE", "MACHTYPE", "OSTYPE")
 _TO_TEE = re.compile(r">\s*>\(\s*tee\b(?:[^()\n]|\([^()\n]*\))*\)")
 _ERREXIT = re.compile(r"(\bset\s+-[a-zA-Z]*)e|-o\s+errexit\b")
 _FILE_TEST = re.compile(r"((?:\[|\btest|&&|\|\||!)\s+)-[defrswx](?=\s)")
-_UNBOUND = re.compile(r"line (\d+): \$?(\w+): (.*)")
+_UNBOUND = re.compile(r"line (\d{1,7}): \$?(\w+)(\[.*\])?: (.*)")
 _NO_FILE = re.compile(r"line \d+: (.*): (?:No such file or directory|Permission denied|Read-only file system)")
+_NUMBER = re.compile("[0-9]{1,7}")
 _NO_NUMBER = re.compile("\x02(\\w+)\x03.*(?:syntax error|expression expected)")
 
 
@@ -186,6 +198,7 @@ class Runs:
         return {
             "commands": [entry for entry in entries if len(entry) > 2],
             "ended": sum(entry == ["end"] for entry in entries) == len(self.scripts),
+            "exits": [f"line {entry[0]}: {entry[1]}" for entry in entries if len(entry) == 2],
             "exited": process.returncode is not None and process.returncode >= 0,
             "errors": [line for line in lines if re.search(r"\bline \d+: ", line) and not line.startswith("+")],
         }
@@ -209,25 +222,33 @@ class Runs:
 
     def _repair(self, errors: list[str]) -> bool:
         """Give the scripts what a run lacked: values, programs and folders; return whether anything is new."""
-        before = len(self.folders), len(self.programs), dict(self.not_set)
+        before = self.scripts, len(self.folders), len(self.programs), dict(self.not_set)
         for error in errors:
             if match := _UNBOUND.search(error):
-                line, name, problem = match.groups()
+                line, name, place, problem = match.groups()
                 required = any(re.search(rf"\$\{{{name}:?\?", text) for text in self.scripts.values())
-                if problem == "unbound variable" or required:
+                filled = place and any(re.search(rf"\b{name}(?:\+?=|\s*<)", text) for text in self.scripts.values())
+                if (problem == "unbound variable" or required) and not filled:
                     self.not_set.setdefault(name, (int(line), NOT_SET.format(name)))
+                if place:
+                    # A list that is filled with a program's output has no elements here.
+                    element = f"${{{name}{place}"
+                    self._replace(re.escape(element + "}"), element + "-}")
             if (match := _NO_NUMBER.search(error)) and match[1] in self.not_set:
                 self.not_set[match[1]] = self.not_set[match[1]][0], NUMBER
+                break  # what follows may lack the result
             if match := _NO_FILE.search(error):
                 if re.fullmatch(r"[\w./+@:-]*/[\w.+@:-]+", match[1]):
                     self.programs.add(match[1])
                 folder = os.path.dirname(os.path.normpath(os.path.join(self.work, match[1])))
                 if not folder.startswith(ROOT):
-                    there = re.compile(rf"(?<![\w./-]){re.escape(folder)}(?![\w.-])")
-                    self.scripts = {path: there.sub(ROOT + folder, text) for path, text in self.scripts.items()}
+                    self._replace(rf"(?<![\w./-]){re.escape(folder)}(?![\w.-])", ROOT + folder)
                     folder = ROOT + folder
                 self.folders.add(folder)
-        return (len(self.folders), len(self.programs), self.not_set) != before
+        return (self.scripts, len(self.folders), len(self.programs), self.not_set) != before
+
+    def _replace(self, pattern: str, by: str) -> None:
+        self.scripts = {path: re.sub(pattern, lambda _: by, text) for path, text in self.scripts.items()}
 
 
 def _quoted(text: str) -> str:
@@ -235,12 +256,15 @@ def _quoted(text: str) -> str:
 
 
 def _entries(log: str) -> Iterator[list[str]]:
-    """Yield the entries of a log; the number of its texts stands before each."""
-    texts = iter(log.split("\0"))
+    """Yield the entries of a log; the number of its texts stands before each.
+
+    A script may write anything into the log, and the end of a long log is cut off.
+    """
+    texts = iter(log.split("\0")[:-1])
     for count in texts:
-        # A script may write anything into the log.
-        entry = list(itertools.islice(texts, int(count))) if count.isdecimal() and len(count) < 8 else []
-        if entry:
+        size = int(count) if _NUMBER.fullmatch(count) else 0
+        entry = list(itertools.islice(texts, size))
+        if entry and len(entry) == size and all(map(_NUMBER.fullmatch, entry[: min(size - 1, 2)])):
             yield entry
 
 

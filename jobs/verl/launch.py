@@ -104,6 +104,10 @@ def launch(recording: Recording, source: str, settings: Settings) -> None:
             raise ScriptError(f"{source}{_line(command)}: it is not known whether verl is started: {command.doubt}")
     for command, program, arguments in starts[:1]:
         settings.add(arguments, command.unknown)
+        if "xargs" in command.arguments:
+            settings.cannot.append(
+                f"{source}{_line(command)}: `xargs` adds settings from its input, which are not read"
+            )
         for text, reason in command.more.items():
             named = f"{text} may be a setting, too" if "=" in text else "more settings may follow"
             settings.cannot.append(f"{named}: {reason}")
@@ -126,7 +130,7 @@ def _line(command: Command) -> str:
 def _program(arguments: list[str]) -> tuple[str, list[str]]:
     """Return the Python module that a command runs, and the module's arguments."""
     for place, argument in enumerate(arguments):
-        if argument == "-m" and place + 1 < len(arguments):
+        if argument == "-m" and re.fullmatch(r"[A-Za-z_][\w.]*", "".join(arguments[place + 1 : place + 2])):
             return arguments[place + 1], arguments[place + 2 :]
         if argument.endswith(".py") and "=" not in argument:
             return argument.removesuffix(".py").lstrip("./").replace("/", "."), arguments[place + 1 :]
@@ -141,6 +145,16 @@ def refusal(program: str, name: str = "") -> str:
         return f": settings of verl are given to `{name}`, and it is not known what that starts"
     purpose = next((purpose for part, purpose in _OTHERS.items() if part in program), "another trainer than verl's PPO")
     return f": {program} is not PPO training but {purpose}; only verl.trainer.main_ppo and its kind are converted"
+
+
+def unstarted(recording: Recording, module: str) -> list[str]:
+    """Return the likely reasons why no command of a script starts a module that its text names."""
+    inner = [
+        f"`{command.arguments[0]}`{_line(command)}, gets it as text, which is not run; make that text a script"
+        for command in recording.commands
+        if any(f"-m {module}" in argument for argument in command.arguments)
+    ]
+    return inner + [error for error in [recording.error] if error] + recording.notes
 
 
 def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem: str | None) -> Iterator[Setting]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jobs.verl.inside import TOP
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
 from pipeline.reward.sandbox.isolation import SandboxError
@@ -58,7 +59,7 @@ class Recording:
 
     text: str
     error: str = ""
-    """The last error of bash."""
+    """The `exit` that ends the scripts, or else the last error of bash."""
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Sentences about values that the script reads and the run does not know."""
@@ -92,6 +93,8 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
     error = errors[-1] if errors else "" if first["exited"] else "line 1: the script does not end"
     if not first["commands"] and error:
         raise ScriptError(error)
+    if first["exits"] and not first["ended"]:
+        error = first["exits"][-1]
     recordings = [Recording(text, error) for text in scripts.values()]
     for number, line, arguments in _entries(first):
         command = Command([_shown(text) for text in arguments], line)
@@ -100,7 +103,10 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
                 command.unknown[_shown(text)] = "; ".join(_not_set(name, not_set) for name in dict.fromkeys(names))
             elif "/dev/fd/" in text:
                 command.unknown[text] = f"`<(...)` in line {line} is a file of that run alone"
-        recordings[number].commands.append(command)
+            elif TOP in text:
+                command.unknown[text] = "it is made from parts of a folder's name"
+        if number < len(recordings):
+            recordings[number].commands.append(command)
     for number, recording in enumerate(recordings):
         for kind, run in runs.items():
             _compare(recording, number, kind, run, not_set)
@@ -128,9 +134,7 @@ def _outcome(job: str, bare: bool) -> ProgramRun:
 def _entries(run: Mapping[str, Any]) -> Iterable[tuple[int, int, list[str]]]:
     """Yield the commands of a run: number of the script, line, arguments."""
     for number, line, *arguments in run["commands"]:
-        # A script may write anything into the log.
-        if number.isdecimal() and line.isdecimal():
-            yield int(number), int(line), arguments
+        yield int(number), int(line), arguments
 
 
 def _shown(text: str) -> str:
@@ -145,12 +149,17 @@ def _not_set(name: str, lines: Mapping[str, int]) -> str:
 def _compare(recording: Recording, number: int, kind: str, run: dict[str, Any], not_set: Mapping[str, int]) -> None:
     """Compare the commands of a script with the commands of the same lines in another run."""
     others: dict[int, set[str]] = {}
+    lines = {command.line for command in recording.commands}
     for script, line, arguments in _entries(run):
         if script == number:
-            others.setdefault(line, set()).update(map(_shown, arguments))
+            others.setdefault(line, set()).update(map(_shown, _given(arguments)))
+            if kind == "files" and arguments[0] in ("source", ".") and line not in lines:
+                recording.notes.append(
+                    f"line {line}: `{' '.join(arguments)}` is not read; give that file, if it is there"
+                )
     own: dict[int, set[str]] = {}
     for command in recording.commands:
-        own.setdefault(command.line, set()).update(command.arguments)
+        own.setdefault(command.line, set()).update(_given(command.arguments))
     for place, command in enumerate(recording.commands):
         reason = _reason(kind, recording, recording.commands[:place], not_set)
         there = others.get(command.line)
@@ -159,7 +168,7 @@ def _compare(recording: Recording, number: int, kind: str, run: dict[str, Any], 
             if run["ended"] and kind != "globs":
                 command.doubt = command.doubt or reason
             continue
-        for text in command.arguments:
+        for text in _given(command.arguments):
             if text not in there and (kind != "globs" or re.search(r"[*?]", text)):
                 command.unknown.setdefault(text, reason)
         keys = {text.partition("=")[0] for text in own[command.line]}
@@ -168,15 +177,21 @@ def _compare(recording: Recording, number: int, kind: str, run: dict[str, Any], 
                 command.more.setdefault(text, reason)
 
 
+def _given(arguments: list[str]) -> list[str]:
+    """Return the arguments of a module, without those of the program that starts it; or all arguments."""
+    return arguments[arguments.index("-m") :] if "-m" in arguments else arguments
+
+
 def _reason(kind: str, recording: Recording, earlier: list[Command], not_set: Mapping[str, int]) -> str:
     """Return the reason for differences between the first run and a run of this kind."""
     lines = recording.text.splitlines()
-    if kind == "plain":
-        names = list(not_set)[:_SHOWN] or ["NAME"]
+    if kind == "plain" and not_set:
+        names = list(not_set)[:_SHOWN]
         return f"it depends on whether {' or '.join(f'${name}' for name in names)} is set; give {names[0]}=VALUE"
     if kind == "files":
         tests = [str(number) for number, line in enumerate(lines, 1) if _FILE_TEST.search(line)]
-        return f"it depends on files of the machine (line {', '.join(tests[:_SHOWN])})"
+        where = f" (line {', '.join(tests[:_SHOWN])})" if tests else ""
+        return f"it depends on files of the machine{where}"
     if kind in ("prints", "fails") and earlier:
         captured = [command for command in earlier if _captured(recording, command)]
         programs = list(dict.fromkeys(_name(command) for command in captured or earlier))
@@ -210,3 +225,4 @@ def _add_notes(recording: Recording, not_set: Mapping[str, int]) -> None:
     for name, line in not_set.items():
         if _TESTED.search("".join(lines[line - 1 : line])):
             recording.notes.append(_not_set(name, not_set))
+    recording.notes = list(dict.fromkeys(recording.notes))

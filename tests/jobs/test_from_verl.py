@@ -253,6 +253,26 @@ def test_scripts_and_settings_take_effect_in_their_order(tmp_path: Path, capsys:
     assert body["data"]["train_files"] == "/data/a.parquet"
 
 
+def test_a_variable_of_small_letters_stands_in_front_of_its_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.total_epochs=$epochs data.seed=$SEED\n")
+    assert main(["epochs=4", str(tmp_path / "run.sh"), "SEED=5"]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["total_epochs"], trainer["seed"]) == (4, 5)
+    assert main([str(tmp_path / "run.sh"), "epochs=4", "SEED=5"]) == 3
+    assert "not a key of verl that is known here: epochs=4" in capsys.readouterr().err
+
+
+def test_a_long_setting_is_cut_in_the_report(convert: Convert) -> None:
+    result = convert(f"python3 -m verl.trainer.main_ppo trainer.no={'x' * 9999} data.seed=1")
+    assert 100 < len(result.cannot) < 999
+
+
+def test_options_of_a_program_are_not_its_module(convert: Convert) -> None:
+    assert convert("docker run -m 64g x python3 -m verl.trainer.main_ppo data.seed=1").config.trainer.seed == 1
+
+
 def test_a_file_that_is_not_given_may_hold_settings(convert: Convert) -> None:
     result = convert(
         "source env.sh\nif [ -f x ]; then A=trainer.save_freq=3; fi\npython3 -m verl.trainer.main_ppo data.seed=1 $A"
@@ -282,6 +302,13 @@ def test_a_file_that_is_not_given_may_hold_settings(convert: Convert) -> None:
             "it is not known whether verl is started: it depends on the success of `nvidia-smi`",
         ),
         ("./launch.sh data.train_files=x", "it is not known what that starts"),
+        ("ray job submit -- bash inner.sh", "which starts inner.sh: give that script"),
+        ("if [ $# = 0 ]; then\nexit 1; fi\npython3 -m verl.trainer.main_ppo", "verl.trainer.main_ppo: line 2: exit 1"),
+        ("if [ $RANK = 0 ]; then\npython3 -m verl.trainer.main_ppo; fi", "line 1 is not set; give RANK=VALUE"),
+        ("docker run x bash -c 'python3 -m verl.trainer.main_ppo a=1'", "`docker`, line 1, gets it as text"),
+        ("echo data.seed=1 | xargs python3 -m verl.trainer.main_ppo", "line 1: `xargs` adds settings from its input"),
+        ("python3 -m verl.trainer.main_ppo --config-name=mine", "--config-name=mine: the settings in a file"),
+        ("python3 -m verl.trainer.main_ppo", "no settings of verl found"),
     ],
 )
 def test_refusals(script: str | bytes | None, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

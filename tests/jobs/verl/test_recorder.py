@@ -164,6 +164,8 @@ UNKNOWN = {
     'if [ -n "$B" ]; then A=2; fi': "whether $B is set; give B=VALUE",
     "A=$1": "$1 in line 1 is an argument of the script",
     "A=<(:)": "a file of that run alone",
+    "A=$(echo $HOME | cut -d/ -f3)": "parts of a folder's name",
+    "A=$(pwd | tr / _)": "parts of a folder's name",
     "if [ -f /x ]; then A=2; fi": "files of the machine (line 1)",
     "if [ -f /x ]; then :; else A=2; fi": "files of the machine (line 1)",
     "[[ -d $HOME/x ]] && A=2": "files of the machine (line 1)",
@@ -281,6 +283,82 @@ def test_files_that_are_not_read_are_named() -> None:
         "`. other.sh`",
     ]
     assert missing[0].startswith("line 1: ") and "give it in front of this script" in missing[0]
+
+
+def test_a_file_that_may_be_there_is_named() -> None:
+    assert "line 1: `source .env` is not read" in recorded("[ -f .env ] && source .env\npython3 -m verl").notes[0]
+
+
+WAITS = """N=${N:-2}; tries=0
+while [ $(ray status | grep -c node_) -lt $N ]; do sleep 5; done
+until nc -z head 6379; do tries=$((tries + 1)); sleep 1; done
+while true; do
+    if [ "$(ray status)" = ready ]; then break; fi
+    echo waiting; sleep 2
+done
+for size in 1 2; do python3 -m verl data.n=$size; sleep 3; done
+"""
+
+
+@pytest.mark.parametrize("start", ["", "set -euo pipefail\n"])
+def test_loops_that_wait_end(start: str) -> None:
+    commands = [command for command in recorded(start + WAITS).commands if "verl" in command.arguments]
+    assert [settings(command) for command in commands] == [["data.n=1"], ["data.n=2"]]
+    assert all(command.doubt is None and not command.unknown for command in commands)
+
+
+def test_lists_that_a_program_fills_may_be_empty() -> None:
+    text = """nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+head=${nodes[0]}
+for ((i = 1; i <= SLURM_JOB_NUM_NODES - 1; i++)); do srun -w "${nodes[$i]}" ray start & done
+srun -w "$head" python3 -m verl data.a=1 data.n=$SLURM_NNODES data.head=$head data.g=${GPUS[0]}"""
+    command = started(text, SLURM_NNODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_NUM_NODES="2")
+    assert settings(command) == ["data.a=1", "data.n=2", "data.head=", "data.g=${GPUS}"]
+    assert command.unknown.keys() == {"data.head=", "data.g=${GPUS}"} and not command.more
+    assert "scontrol show hostnames" in command.unknown["data.head="] and "GPUS=VALUE" in str(command.unknown)
+
+
+def test_a_result_that_is_not_known_is_not_a_variable_of_the_user() -> None:
+    notes = recorded("n=$((NODES - 1))\nif ((n > 2)); then A=1; fi\npython3 -m verl data.n=$n").notes
+    assert not any("$n " in note for note in notes)
+
+
+def test_a_script_may_come_from_standard_input() -> None:
+    assert settings(started("A=1\nbash <<EOF\npython3 -m verl data.a=$A\nEOF")) == ["data.a=1"]
+
+
+def test_the_line_that_ends_a_script_is_known() -> None:
+    assert (
+        recorded("if [ $# -lt 1 ]; then\n  echo usage >&2; false || exit\nfi\npython3 -m verl").error
+        == "line 2: exit 1"
+    )
+    assert recorded("(exit 3)\nray status").error == ""
+
+
+FORGED = {
+    "another script": r"3 99 1 x",
+    "a number with a sign": r"3 -1 1 x",
+    "a long number": r"3 0 $(printf '%05000d' 1) x",
+    "the number of another alphabet": r"3 $'\u0663' 1 x",
+    "more than there is": r"5000000 0 1 x",
+    "no number": r"x 0 1 x",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_records_are_passed_over(name: str) -> None:
+    (command,) = recorded(f"python3 -m verl data.a=1\nprintf '%s\\0' {FORGED[name]} >> $_LOG").commands
+    assert settings(command) == ["data.a=1"]
+
+
+def test_a_record_that_is_cut_off_is_none() -> None:
+    script = "A=$(printf '%0700000d' 1)\npython3 -m verl data.a=1\npython3 -m verl data.b=$A data.c=$A"
+    assert settings(started(script)) == ["data.a=1"]
+
+
+def test_forged_errors_of_bash(tmp_path: Path) -> None:
+    text = "printf 'line %05000d: HOME: unbound variable\n' 1 >&2\npython3 -m verl data.a=1"
+    assert settings(started(text)) == ["data.a=1"]
 
 
 def test_one_shell_runs_all_scripts() -> None:
