@@ -21,7 +21,7 @@ from jobs.command import called, new_parser
 from jobs.entry import command
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal, unstarted
-from jobs.verl.recorder import Recording, ScriptError, record
+from jobs.verl.recorder import ScriptError, ScriptRecording, record
 from jobs.verl.state import State
 from pipeline.config import ConfigError, load_config
 from pipeline.config.paths import local_path, without_scheme
@@ -110,7 +110,7 @@ def read(sources: list[str], run: bool = False) -> Settings:
     paths = {source: str(Path(source).resolve()) for source in texts}
     names = ", ".join(Path(source).name for source in texts)
     settings = Settings()
-    recordings: dict[str, Recording] = {}
+    recordings: dict[str, ScriptRecording] = {}
     if texts:
         try:
             made = record({paths[source]: text for source, text in texts.items()}, variables, run)

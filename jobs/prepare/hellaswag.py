@@ -4,7 +4,7 @@ Templates:
 - `letters` is the beginning of the story as in verl's files, the endings with letters, and the question which one fits.
   The rule of `Rowan/hellaswag` scores the letter.
 - `verl` is only the beginning, as in verl's files, for evaluation by the likelihood of each ending. There are no
-  letters to choose from, so the rule finds no answer; `reward_model.choices` holds the endings.
+  letters to choose from, so the rule finds nothing; `reward_model.choices` holds the endings.
 """
 
 import argparse

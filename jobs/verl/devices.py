@@ -11,7 +11,8 @@ _MAX_CHUNK = 16
 
 
 def sequences(state: State) -> None:
-    """GPUs that divide a row; the critic's are the actor's."""
+    """Set `actor.parallel.sequence` from the actor's Ulysses size. The critic uses the same number of GPUs for a row;
+    a different number of its own is reported."""
     name = "ulysses_sequence_parallel_size"
     ranks = max(state.whole(f"{section}.{name}", 1) for section in (_ACTOR, f"{_ACTOR}.fsdp_config"))
     state.set("actor.parallel.sequence", max(ranks, 1))
@@ -21,7 +22,7 @@ def sequences(state: State) -> None:
 
 
 def offload(state: State) -> None:
-    """Optimiser state in host memory between steps; verl's FSDP2 policy leaves weights and gradients there, too."""
+    """Convert offloading: of the optimiser state, or of everything (`offload_policy` of verl's FSDP2)."""
     for learner, sections in (
         ("actor", (f"{_ACTOR}.fsdp_config",)),
         ("critic", ("critic.fsdp", "critic.model.fsdp_config")),
@@ -49,7 +50,7 @@ def all_gpus(state: State) -> int:
 
 
 def devices(state: State) -> None:
-    """verl's processes share every GPU in turn; here train workers, engines and scoring replicas have their own.
+    """Divide the GPUs between train workers, engines and scoring replicas. In verl they share every GPU in turn.
 
     Half of the GPUs train. The chunk times the workers divides the mini-batch, so every worker gets whole chunks.
     """

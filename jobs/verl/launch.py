@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from jobs.verl.keys import SECTIONS
-from jobs.verl.recorder import Command, Recording, ScriptError
+from jobs.verl.recorder import Command, ScriptError, ScriptRecording
 
 _PPO = re.compile(r"(.*\.)?(verl\.trainer\.main_ppo(_sync)?|recipe\.dapo\.(src\.)?main_dapo)")
 _ASYNC = re.compile(r".*\b(one_step_off_policy|fully_async_policy)\.\w*main\w*")
@@ -76,7 +76,7 @@ class Settings:
                 self.cannot.append(f"{argument} is not a setting of the form key=value")
 
 
-def launch(recording: Recording, source: str, settings: Settings) -> None:
+def launch(recording: ScriptRecording, source: str, settings: Settings) -> None:
     """Add the settings of the command in `source` that starts PPO training.
 
     Raises:
@@ -147,7 +147,7 @@ def refusal(program: str, name: str = "") -> str:
     return f": {program} is not PPO training but {purpose}; only verl.trainer.main_ppo and its kind are converted"
 
 
-def unstarted(recording: Recording, module: str) -> list[str]:
+def unstarted(recording: ScriptRecording, module: str) -> list[str]:
     """Return the likely reasons why no command of a script starts a module that its text names."""
     inner = [
         f"`{command.arguments[0]}`{_line(command)}, gets it as text, which is not run; make that text a script"

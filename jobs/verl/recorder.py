@@ -54,7 +54,7 @@ class Command:
 
 
 @dataclass
-class Recording:
+class ScriptRecording:
     """The commands of one script."""
 
     text: str
@@ -67,7 +67,7 @@ class Recording:
     """Sentences about files that the script reads, and that may hold settings."""
 
 
-def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool = False) -> list[Recording]:
+def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool = False) -> list[ScriptRecording]:
     """Return a recording of each script. One shell runs them all, so later ones see the variables of earlier ones.
 
     Args:
@@ -95,7 +95,7 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
         raise ScriptError(error)
     if first["exits"] and not first["ended"]:
         error = first["exits"][-1]
-    recordings = [Recording(text, error) for text in scripts.values()]
+    recordings = [ScriptRecording(text, error) for text in scripts.values()]
     for number, line, arguments in _entries(first):
         command = Command([_shown(text) for text in arguments], line)
         for text in arguments:
@@ -146,7 +146,9 @@ def _not_set(name: str, lines: Mapping[str, int]) -> str:
     return f"{where} is an argument of the script" if name.isdecimal() else f"{where} is not set; give {name}=VALUE"
 
 
-def _compare(recording: Recording, number: int, kind: str, run: dict[str, Any], not_set: Mapping[str, int]) -> None:
+def _compare(
+    recording: ScriptRecording, number: int, kind: str, run: dict[str, Any], not_set: Mapping[str, int]
+) -> None:
     """Compare the commands of a script with the commands of the same lines in another run."""
     others: dict[int, set[str]] = {}
     lines = {command.line for command in recording.commands}
@@ -182,7 +184,7 @@ def _given(arguments: list[str]) -> list[str]:
     return arguments[arguments.index("-m") :] if "-m" in arguments else arguments
 
 
-def _reason(kind: str, recording: Recording, earlier: list[Command], not_set: Mapping[str, int]) -> str:
+def _reason(kind: str, recording: ScriptRecording, earlier: list[Command], not_set: Mapping[str, int]) -> str:
     """Return the reason for differences between the first run and a run of this kind."""
     lines = recording.text.splitlines()
     if kind == "plain" and not_set:
@@ -201,7 +203,7 @@ def _reason(kind: str, recording: Recording, earlier: list[Command], not_set: Ma
     return others.get(kind, "it changes from run to run")
 
 
-def _captured(recording: Recording, command: Command) -> bool:
+def _captured(recording: ScriptRecording, command: Command) -> bool:
     """Return True if the script reads the output of a command, by the text of its line."""
     line = "".join(recording.text.splitlines()[max(command.line - 1, 0) : command.line])
     return re.search(r"(?:\$\(|`)[^)`]*" + re.escape(command.arguments[0]), line) is not None
@@ -211,7 +213,7 @@ def _name(command: Command) -> str:
     return f"`{' '.join(command.arguments)[:60]}` (line {command.line})"
 
 
-def _add_notes(recording: Recording, not_set: Mapping[str, int]) -> None:
+def _add_notes(recording: ScriptRecording, not_set: Mapping[str, int]) -> None:
     """Name values that may have decided a branch, and files that are not read."""
     lines = recording.text.splitlines()
     for command in recording.commands:

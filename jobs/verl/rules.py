@@ -21,7 +21,7 @@ _CRITIC_TOKENS = 32768
 
 
 def words(state: State) -> None:
-    """Names that verl has in several versions, and names that there are not here."""
+    """Convert the names of the estimator and the policy loss, and report the ones that do not exist here."""
     estimator = state.get("algorithm.adv_estimator").removesuffix("_vectorized")
     state.set("algorithm.adv_estimator", estimator)
     mode = state.get("actor.policy_loss.loss_mode").replace("-", "_")
@@ -37,7 +37,7 @@ def words(state: State) -> None:
 
 
 def adapters(state: State) -> None:
-    """Adapters of the policy and the critic, which has the policy's settings, and how they reach the engines."""
+    """Convert LoRA: settings of the policy's adapters, which the critic shares, and how adapters reach the engines."""
     section, theirs = "actor_rollout_ref.model", ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
     names = dict(zip(theirs, ("rank", "alpha", "target_modules", "path"), strict=True))
     rank = state.get("model.lora.rank")
@@ -74,7 +74,7 @@ def reference(state: State) -> None:
 
 
 def kl(state: State) -> None:
-    """Estimates of the KL, and a controller without a KL to control."""
+    """Convert the estimators of the KL, and drop a KL controller that has no KL to control."""
     for ours, key in (
         ("algorithm.kl_penalty", "algorithm.kl_penalty"),
         ("actor.kl_loss_type", f"{_ACTOR}.kl_loss_type"),
@@ -122,7 +122,7 @@ def aggregation(state: State) -> None:
 
 
 def correction(state: State) -> None:
-    """Thresholds of the off-policy correction, and its bypass mode."""
+    """Convert verl's off-policy correction: importance weights, rejection rules and bypass mode."""
     cap = state.given.get(f"{_ACTOR}.tis_imp_ratio_cap")
     if isinstance(cap, int | float) and cap > 0 and f"{_CORRECTION}.rollout_is" not in state.values:
         state.set(f"{_CORRECTION}.rollout_is", "token")
@@ -186,7 +186,7 @@ def groups(state: State) -> None:
 
 
 def mini_batches(state: State) -> None:
-    """Every mini-batch has the same size, so it divides the batch."""
+    """Lower a mini-batch that does not divide the batch to the next size that does."""
     batch = state.get("data.train_batch_size")
     for key in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
         mini = state.get(key)
@@ -212,7 +212,7 @@ def critic(state: State) -> None:
 
 
 def warmups(state: State) -> None:
-    """verl's schedule moves on once an iteration, ours once an optimiser step."""
+    """Convert warm-up steps: verl counts iterations, and our schedule counts optimiser steps."""
     batch = state.get("data.train_batch_size")
     for learner in ("actor", "critic"):
         mini = state.get(f"{learner}.ppo_mini_batch_size") or state.get("actor.ppo_mini_batch_size") or batch
@@ -228,7 +228,7 @@ def warmups(state: State) -> None:
 
 
 def token_budgets(state: State) -> None:
-    """Micro-batches of so many rows, or of so many tokens, become tokens."""
+    """Convert micro-batch sizes, in rows or tokens, to token budgets."""
     pools = state.scorers
     actor = _budget(
         state, "actor.ppo_max_token_len_per_gpu", _ACTOR, "ppo", state.get("actor.ppo_max_token_len_per_gpu")
@@ -266,7 +266,7 @@ def _budget(state: State, ours: str, section: str, kind: str, default: int) -> i
 
 
 def run(state: State) -> None:
-    """Reward model, trackers, checkpoints and folder."""
+    """Convert the reward model, trackers, checkpoints and the run's folder."""
     if not any(state.given.get(f"{section}.enable") for section in ("reward_model", "reward.reward_model")):
         state.drop("reward.model.path")
     elif "reward.custom_reward_function.path" in state.values:

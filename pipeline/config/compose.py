@@ -43,8 +43,7 @@ _READ = ("True", "False", "None")
 T = TypeVar("T")
 
 _structured: Callable[[type], Any] = cache(OmegaConf.structured)
-"""Convert a dataclass to an OmegaConf config. The result is cached (building one takes five times as long as a copy),
-so callers must not change it."""
+"""Convert a dataclass to an OmegaConf config, which is cached and must not be changed."""
 
 
 class ConfigError(ValueError):
@@ -71,8 +70,7 @@ def load_config(
     config_dir: str | Path | None = None,
     base: Config | None = None,
 ) -> Config:
-    """Return the settings of a training run; see `load`. Types are checked here; `plan.checks.check` checks whether
-    the values fit together."""
+    """Return the settings of a training run; see `load`. Only types are checked (`plan.checks.check` does the rest)."""
     return load(Config, overrides, config_name, config_dir, base)
 
 

@@ -120,10 +120,10 @@ class PolicyLossConfig:
     """Fraction of the mini-batch's tokens that `clip_cov` draws and gives no gradient; at least one token."""
 
     clip_cov_lb: float = 1.0
-    """Lower bound of the covariance of tokens that `clip_cov` may draw."""
+    """`clip_cov` removes the gradient only of tokens whose covariance is above this bound."""
 
     clip_cov_ub: float = 5.0
-    """Upper bound of the covariance of tokens that `clip_cov` may draw."""
+    """`clip_cov` removes the gradient only of tokens whose covariance is below this bound."""
 
     kl_cov_ratio: float = setting(2e-4, above=0, at_most=1)
     """Fraction of the mini-batch's tokens that get the KL penalty of `kl_cov`: the tokens with the highest covariance,

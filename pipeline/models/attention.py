@@ -3,7 +3,7 @@
     input_ids   prompt a a a b b | prompt c c        a and b share their prompt
     contexts    prompt a a a,  prompt b b,  prompt c c
 
-Outside of attention a model works on single tokens, so there is no padding, and a shared prompt is computed once. For
+Outside of attention a model works on single tokens, so rows are not padded, and a shared prompt is computed once. For
 attention the queries, keys and values of each context are gathered, and causal attention runs on them:
 
 - Contexts of similar length attend in one call, padded on the right to the longest; no token attends to the padding.
@@ -209,7 +209,7 @@ def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | N
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """[C, heads, Q, D], causal attention of Q queries, which are the last Q of the K tokens.
+    """[C, heads, Q, D], causal attention in C contexts of K tokens each; queries belong to the last Q tokens.
 
     Args:
         query: [C, heads, Q, D].

@@ -319,7 +319,7 @@ class PolicyStore(ShakingCalls):
         return self._prompts.end_of(iteration, self.admission.drops_groups)
 
     async def end_prompts(self, attempt: int, version: int) -> None:
-        """Record that there are no prompts after the ones for which `version` generates responses."""
+        """Record that the prompts for `version` are the last ones."""
         async with self._changing(attempt):
             self._last_version = version
 

@@ -79,7 +79,7 @@ class Shard:
 
 
 def checksum(shards: Sequence[Shard]) -> int:
-    """Return the checksum of a version's weights of one model: the CRC-32 of the checksums of all buckets, by rank."""
+    """Return one checksum for a version's weights of one model: the CRC-32 of all bucket checksums, in rank order."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
     return zlib.crc32(b"".join(crc.to_bytes(4, "little") for shard in ordered for crc in shard.checksums))
 

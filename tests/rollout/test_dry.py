@@ -183,6 +183,7 @@ def test_what_is_refused(config: Config, tokenizer: Any, tmp_path: Path, changes
     for name, value in changes.items():
         if name in ("environment", "tools"):
             value = json.loads(json.dumps(value).replace("{}", str(tmp_path)))
+        assert hasattr(config.agent, name)
         setattr(config.agent, name, value)
     if words == "role 'tool'":
         tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path)

@@ -63,6 +63,7 @@ def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
     def made(*tickets: Ticket, **settings: str) -> Rollout:
         first = make("grpo", *tickets, n=1)
         for name, value in settings.items():
+            assert hasattr(first._rollout, name)
             setattr(first._rollout, name, value)
         engine = Slow(threading.Semaphore(0))
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
@@ -108,7 +109,7 @@ TWO = (Ticket(4, []), Ticket(5, []))
 def test_running_responses_go_on_with_new_weights(
     slow: Callable[..., Rollout], update_kv: str, resets: list[bool]
 ) -> None:
-    stage = slow(*TWO, update="in_flight", update_kv=update_kv)
+    stage = slow(*TWO, weight_update="in_flight", update_kv=update_kv)
     old, new = asyncio.run(overlapping(stage, of_lengths(2, 9), of_lengths(3), 2))
     # One step may have begun before the weights came.
     (short,), (before, after) = (
@@ -133,14 +134,14 @@ def test_between_chunks_new_weights_wait(slow: Callable[..., Rollout]) -> None:
 
 
 def test_a_validation_is_of_one_version(slow: Callable[..., Rollout]) -> None:
-    stage = slow(*TWO, update="in_flight")
+    stage = slow(*TWO, weight_update="in_flight")
     validation, new = asyncio.run(overlapping(stage, of_lengths(2, 9, split="val"), of_lengths(3), 2))
     assert {run["version"] for runs in validation["version_runs"].to_pylist() for run in runs} == {4}
     assert new["policy_version"].to_pylist() == [5]
 
 
 def test_weights_that_do_not_arrive_in_flight_fail_the_running_rows_too(slow: Callable[..., Rollout]) -> None:
-    stage = slow(*TWO, Ticket(5, []), update="in_flight")
+    stage = slow(*TWO, Ticket(5, []), weight_update="in_flight")
     stage.fake.aborted = []
     stage.fake.abort_request = stage.fake.aborted.extend
     whole = stage.fake.collective_rpc

@@ -65,11 +65,11 @@ class Recording(FakeEngine):
 def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:  # noqa: F811
     """A stage with `rollout.sleep` whose engine records; it is at `.fake`."""
 
-    def made(*tickets: Ticket, sleep: bool = True, publish: str = "merged") -> Rollout:
+    def made(*tickets: Ticket, sleep: bool = True, weight_sync: str = "merged") -> Rollout:
         made_stage = make("grpo", *tickets)
         made_stage._rollout.sleep = sleep
         (model,) = (part for part in made_stage.args if isinstance(part, ModelConfig))  # type: ignore[attr-defined]
-        model.lora.rank, model.lora.weight_sync = 4, publish
+        model.lora.rank, model.lora.weight_sync = 4, weight_sync
         engine = Recording()
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
         rebuilt = Rollout(*made_stage.args)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def test_an_engine_sleeps_from_its_start_and_whenever_it_returns_its_last_chunk(
 
 
 def test_a_base_that_is_not_sent_again_is_kept_on_the_host(sleepy: Callable[..., Rollout]) -> None:
-    assert sleepy(Ticket(0, []), publish="adapter").fake.log == ["sleep 1"]
+    assert sleepy(Ticket(0, []), weight_sync="adapter").fake.log == ["sleep 1"]
 
 
 def test_a_further_chunk_of_the_same_version_finds_its_weights_again(sleepy: Callable[..., Rollout]) -> None:

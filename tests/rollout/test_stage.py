@@ -112,6 +112,7 @@ def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mak
         config.data.max_response_length = 9
         config.rollout.n = n
         for name, value in SAMPLED.items():
+            assert hasattr(config.rollout, name)
             setattr(config.rollout, name, value)
         config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = 2, 0.3
         engine = FakeEngine()

@@ -252,8 +252,7 @@ class Replies:
         return {"free": self._is_free()}
 
     def _is_free(self) -> bool:
-        """Return True if nothing of the episode is left: no thread, child process, task of the event loop, timer, or
-        part of a frame."""
+        """Return True if no thread, child process, task of the event loop, timer or part of a frame is left."""
         tasks = self._loop is not None and asyncio.all_tasks(self._loop)
         timer = any(
             signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -290,7 +289,6 @@ def returned(result: Any, name: str) -> ProgramResult:
     """Convert the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
 
     Args:
-        result: the result.
         name: name of the program for errors.
 
     Raises:
@@ -319,7 +317,6 @@ def checked(observation: Observation, name: str) -> dict[str, Any]:
     """Check an observation, and return its fields as a dict.
 
     Args:
-        observation: the observation.
         name: name, for errors, of the method that returned the observation.
 
     Raises:
@@ -372,7 +369,6 @@ def checked_content(content: Any, name: str) -> Any:
     """Check content for the model: a text, messages, or None. Texts longer than an engine reads are cut.
 
     Args:
-        content: the content.
         name: name, for errors, of the method that returned the content.
 
     Raises:

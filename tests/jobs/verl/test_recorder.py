@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.verl.recorder import Command, Recording, ScriptError, record
+from jobs.verl.recorder import Command, ScriptError, ScriptRecording, record
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
 from pipeline.reward.sandbox.isolation import SandboxError
@@ -15,7 +15,7 @@ from pipeline.reward.sandbox.outcome import ProgramRun
 HERE = {"HOME": "/home/me", "PWD": "/work/x"}
 
 
-def recorded(text: str, **variables: str) -> Recording:
+def recorded(text: str, **variables: str) -> ScriptRecording:
     (recording,) = record({"/work/x/run.sh": text}, {**HERE, **variables})
     return recording
 
