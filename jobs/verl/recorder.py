@@ -180,7 +180,7 @@ def _compare(
 
 
 def _given(arguments: list[str]) -> list[str]:
-    """Return the arguments of a module, without those of the program that starts it; or all arguments."""
+    """Return the arguments of a module without the arguments of its launcher, or all arguments."""
     return arguments[arguments.index("-m") :] if "-m" in arguments else arguments
 
 

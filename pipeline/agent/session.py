@@ -63,7 +63,7 @@ class Session:
         self._schemas = {schema["function"]["name"]: schema for schema in loaded.tools}
         self._failed: str | None = None  # reason if the session takes no further requests
         self._dead = False
-        self._torn = 0  # number of frames of which only a part was sent
+        self._torn = 0  # number of frames that were sent in part
         self._asking = asyncio.Lock()
         self._ids = itertools.count()
         self._inbox = bytearray()

@@ -39,8 +39,8 @@ def _own_session(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Let a `ray.init` within the block start Ray's processes in sessions of their own, and leave this process's handler
-    of SIGTERM as it was."""
+    """Let a `ray.init` within the block start Ray's processes in sessions of their own, and leave this process's
+    handler of SIGTERM as it was."""
     processes.clear()
     replaced: dict[tuple[Any, str], Any] = {(services, CLASS): _own_session, (utils, HANDLER): lambda handler: None}
     before = {(module, name): getattr(module, name, None) for module, name in replaced}

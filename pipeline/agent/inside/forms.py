@@ -1,4 +1,4 @@
-"""Conversion of messages between OpenAI's form, which clients and chat templates read, and that of the column
+"""Conversion of messages between OpenAI's form, which clients and chat templates read, and the form of the column
 `messages`.
 
 This module needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.

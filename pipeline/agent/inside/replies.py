@@ -11,8 +11,7 @@ answer for each request, in order:
     {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
 and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} if the user's code failed. A running program sends its
-chats as further frames (`chat_client.py`). After a `close` that leaves the process free, `reset` may begin another
-episode.
+chats as further frames (`chat_client.py`). After a `close` with `free`, `reset` may begin another episode.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def said(result: Any) -> str:
 
 
 async def _fitting(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a coroutine function with those of the arguments that it takes."""
+    """Call a coroutine function with the arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
