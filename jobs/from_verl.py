@@ -20,7 +20,7 @@ import yaml
 from jobs.command import called, new_parser
 from jobs.entry import command
 from jobs.verl.convert import convert
-from jobs.verl.launch import Settings, launch, refusal, unstarted
+from jobs.verl.launch import Settings, inner_scripts, launch, refusal
 from jobs.verl.recorder import ScriptError, ScriptRecording, record
 from jobs.verl.state import State
 from pipeline.config import ConfigError, load_config
@@ -125,17 +125,15 @@ def read(sources: list[str], run: bool = False) -> Settings:
     if not settings.settings and settings.cannot:
         raise ScriptError(f"no settings of verl found: {settings.cannot[0]}")
     if not settings.settings:
-        for source, text in texts.items():
-            named, commands = re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", text), recordings[source].commands
-            if named and not any(named[1] in command.arguments for command in commands):
-                why = refusal(named[1]) or ": ".join(["", *unstarted(recordings[source], named[1])[:1]])
+        for source, recording in recordings.items():
+            inner = [f"it starts {name}: give that script" for name in inner_scripts(recording)]
+            named = re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", texts[source])
+            if named and not any(named[1] in command.arguments for command in recording.commands):
+                reasons = filter(None, [*inner, recording.error, *recording.notes])
+                why = refusal(named[1]) or ": ".join(["", *reasons][:2])
                 raise ScriptError(f"{source} ends before it starts {named[1]}{why}")
-        for recording in recordings.values():
-            for argument in (text for command in recording.commands for text in command.arguments):
-                if argument.endswith(".sh"):
-                    raise ScriptError(
-                        f"no settings of verl found in {names}, which starts {argument}: give that script"
-                    )
+            if inner:
+                raise ScriptError(f"no settings of verl found in {source}: {inner[0]}")
         raise ScriptError(
             f"no settings of verl found in {', '.join(sources)}; expected a command such as "
             "`python3 -m verl.trainer.main_ppo data.train_files=...`, or key=value arguments"

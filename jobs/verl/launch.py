@@ -14,6 +14,7 @@ from jobs.verl.recorder import Command, ScriptError, ScriptRecording
 _PPO = re.compile(r"(.*\.)?(verl\.trainer\.main_ppo(_sync)?|recipe\.dapo\.(src\.)?main_dapo)")
 _ASYNC = re.compile(r".*\b(one_step_off_policy|fully_async_policy)\.\w*main\w*")
 _VERL = re.compile(r"(.*\.)?(verl|recipe|examples)\..*|main_\w+")
+_AS_TEXT = re.compile(r"-m\s+(verl|recipe)\.")
 _OTHERS = {
     "sft": "supervised fine-tuning, for which there is jobs.sft",
     "rm_trainer": "a reward model's training, for which there is jobs.reward_model",
@@ -117,6 +118,12 @@ def launch(recording: ScriptRecording, source: str, settings: Settings) -> None:
             )
     for command, program, _ in starts[1:]:
         settings.cannot.append(f"{source} starts {program} again{_line(command)}, which is not converted")
+    for command in recording.commands:
+        if any(_AS_TEXT.search(argument) for argument in command.arguments):
+            text = (
+                f"`{command.arguments[0]}` gets a command of verl's as text, which is not run; make that text a script"
+            )
+            settings.cannot.append(f"{source}{_line(command)}: {text}")
     settings.cannot += [f"{source}, {missing}" for missing in recording.missing]
     settings.notes += [f"{source}: {note}" for note in recording.notes]
     for command, program in others:
@@ -147,14 +154,10 @@ def refusal(program: str, name: str = "") -> str:
     return f": {program} is not PPO training but {purpose}; only verl.trainer.main_ppo and its kind are converted"
 
 
-def unstarted(recording: ScriptRecording, module: str) -> list[str]:
-    """Return the likely reasons why no command of a script starts a module that its text names."""
-    inner = [
-        f"`{command.arguments[0]}`{_line(command)}, gets it as text, which is not run; make that text a script"
-        for command in recording.commands
-        if any(f"-m {module}" in argument for argument in command.arguments)
-    ]
-    return inner + [error for error in [recording.error] if error] + recording.notes
+def inner_scripts(recording: ScriptRecording) -> list[str]:
+    """Return the names of scripts that a script starts; they are not read."""
+    arguments = (argument for command in recording.commands for argument in command.arguments)
+    return list(dict.fromkeys(argument for argument in arguments if argument.endswith(".sh")))
 
 
 def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem: str | None) -> Iterator[Setting]:

@@ -269,6 +269,12 @@ def test_a_long_setting_is_cut_in_the_report(convert: Convert) -> None:
     assert 100 < len(result.cannot) < 999
 
 
+def test_a_training_that_is_started_as_text_is_named(convert: Convert) -> None:
+    start = "python3 -m verl.trainer.main_ppo data.seed=1"
+    result = convert(f"tmux new -d '{start}'\n{start}")
+    assert result.code == 3 and "run.sh, line 1: `tmux` gets a command of verl's as text" in result.cannot
+
+
 def test_options_of_a_program_are_not_its_module(convert: Convert) -> None:
     assert convert("docker run -m 64g x python3 -m verl.trainer.main_ppo data.seed=1").config.trainer.seed == 1
 
@@ -302,10 +308,17 @@ def test_a_file_that_is_not_given_may_hold_settings(convert: Convert) -> None:
             "it is not known whether verl is started: it depends on the success of `nvidia-smi`",
         ),
         ("./launch.sh data.train_files=x", "it is not known what that starts"),
-        ("ray job submit -- bash inner.sh", "which starts inner.sh: give that script"),
+        ("ray job submit -- bash inner.sh", "it starts inner.sh: give that script"),
+        (
+            "cat > x.sh <<< 'python3 -m verl.trainer.main_ppo'\n./x.sh",
+            "verl.trainer.main_ppo: it starts ./x.sh: give that",
+        ),
         ("if [ $# = 0 ]; then\nexit 1; fi\npython3 -m verl.trainer.main_ppo", "verl.trainer.main_ppo: line 2: exit 1"),
         ("if [ $RANK = 0 ]; then\npython3 -m verl.trainer.main_ppo; fi", "line 1 is not set; give RANK=VALUE"),
-        ("docker run x bash -c 'python3 -m verl.trainer.main_ppo a=1'", "`docker`, line 1, gets it as text"),
+        (
+            "docker run x bash -c 'python3 -m verl.trainer.main_ppo a=1'",
+            "line 1: `docker` gets a command of verl's as text",
+        ),
         ("echo data.seed=1 | xargs python3 -m verl.trainer.main_ppo", "line 1: `xargs` adds settings from its input"),
         ("python3 -m verl.trainer.main_ppo --config-name=mine", "--config-name=mine: the settings in a file"),
         ("python3 -m verl.trainer.main_ppo", "no settings of verl found"),
