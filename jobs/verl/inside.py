@@ -284,4 +284,4 @@ def main() -> None:
     if reports["first"]["commands"]:
         reports.update((kind, runs.run(kind)) for kind in KINDS)
     lines = {name: line for name, (line, _) in runs.not_set.items()}
-    print(json.dumps({"runs": reports, "not_set": lines}).replace(ROOT, ""))
+    print(json.dumps({"runs": reports, "not_set": lines, "top": TOP}).replace(ROOT, ""))

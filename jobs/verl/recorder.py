@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.verl.inside import TOP
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
 from pipeline.reward.sandbox.isolation import SandboxError
@@ -103,7 +102,7 @@ def record(scripts: Mapping[str, str], variables: Mapping[str, str], bare: bool 
                 command.unknown[_shown(text)] = "; ".join(_not_set(name, not_set) for name in dict.fromkeys(names))
             elif "/dev/fd/" in text:
                 command.unknown[text] = f"`<(...)` in line {line} is a file of that run alone"
-            elif TOP in text:
+            elif answer["top"] in text:
                 command.unknown[text] = "it is made from parts of a folder's name"
         if number < len(recordings):
             recordings[number].commands.append(command)
