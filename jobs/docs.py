@@ -34,7 +34,7 @@ def title(path: Path) -> str:
 
 
 def sections(text: str) -> Iterator[str]:
-    """Yield the sections of a page, each from its heading to the next one; a comment in a code block is no heading."""
+    """Yield the sections of a page, each from its heading to the next one; comments in code blocks are not headings."""
     lines: list[str] = []
     in_code = False
     for line in text.splitlines():
