@@ -62,5 +62,5 @@ def test_two_answers_are_a_hypergeometric_tail(n: int) -> None:
 
 @pytest.mark.parametrize("n", [0, MAX_RESPONSES + 1])
 def test_numbers_of_responses_that_have_no_maj_at_every_k(n: int) -> None:
-    with pytest.raises(ValueError, match=f"asked for {n} responses"):
+    with pytest.raises(ValueError, match=f"n={n} responses"):
         maj_at_every_k([0.0] * n, [0] * n)
