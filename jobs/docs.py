@@ -33,19 +33,42 @@ def title(path: Path) -> str:
     return path.read_text(encoding="utf-8").partition("\n")[0].strip('#" ')
 
 
-def search(words: Sequence[str]) -> Iterator[str]:
-    """Yield a line of text for each section of a page that contains all `words` (upper and lower case are equal).
+def sections(text: str) -> Iterator[str]:
+    """Yield the sections of a page, each from its heading to the next one; comments in code blocks are not headings."""
+    lines: list[str] = []
+    in_code = False
+    for line in text.splitlines():
+        in_code ^= line.startswith("```")
+        if not in_code and lines and re.match("#+ ", line):
+            yield "\n".join(lines)
+            lines = []
+        lines.append(line)
+    yield "\n".join(lines)
 
-    The line has the name of the page, the heading, and the first line with one of the words.
+
+def search(words: Sequence[str]) -> list[str]:
+    """Return a line for each section of a page with all `words`, in any case: the page, the heading, its first line
+    with one of them.
+
+    Sections whose heading has all words come first, and among them those of pages whose title has them; then pages go
+    by how often they have the words.
     """
     wanted = [word.casefold() for word in words]
+
+    def hits(text: str) -> int:
+        return min(text.casefold().count(word) for word in wanted)
+
+    found: list[tuple[bool, bool, int, str]] = []
     for name, path in files().items():
         if path.suffix == ".md":
-            for section in re.split(r"^(?=#+ )", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
-                if all(word in section.casefold() for word in wanted):
-                    heading, *lines = section.splitlines()
-                    first = next((line for line in lines if any(word in line.casefold() for word in wanted)), "")
-                    yield f"{name}: {heading.strip('# ')}: {first.strip()}".rstrip(": ")
+            text = path.read_text(encoding="utf-8")
+            for section in filter(hits, sections(text)):
+                heading, *lines = section.splitlines()
+                first = next((line for line in lines if any(word in line.casefold() for word in wanted)), "")
+                line = f"{name}: {heading.strip('# ')}: {first.strip()}".rstrip(": ")
+                found.append((not hits(heading), not hits(title(path)), -hits(text), line))
+    # Equal ones stay in the order of the page.
+    return [line for *_, line in sorted(found, key=lambda entry: entry[:3])]
 
 
 def show(name: str) -> None:
@@ -79,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         if options.search:
-            found = list(search(options.search))
+            found = search(options.search)
             print("\n".join(found) or f"no page has {' '.join(options.search)}")
             return 0 if found else 1
         if options.name:

@@ -88,7 +88,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_environment_and_the_tools_of_the_documentation_work(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "multi_turn.md").read_text()
     files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S)
-    assert [name for name, _ in files] == ["my_game.py", "my_tools.py", "my_program.py"]
+    assert [name for name, _ in files] == [
+        *("my_game.py", "make_rows.py", "my_tools.py", "make_shop.py", "my_reward.py", "my_program.py")
+    ]
     for name, text in files:
         (tmp_path / name).write_text(text)
     program: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BATCH, SAMPLES, CHUNKS = 16, 2, 2
-EPISODE_WAITS = {"open": 0.1, "step": 0.05, "episode": 0.14}
+EPISODE_WAITS = {"reset": 0.1, "step": 0.05, "episode": 0.14}
 """Share of the script's patience; an episode may have to wait until its host is there again."""
 NODE_LABEL = "host=second"
 """Of the second node, on which the engine and the reward tasks are then placed."""

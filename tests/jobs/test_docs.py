@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.docs import files, main
+from jobs.docs import files, main, search
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("jobs/**/*.py"), *ROOT.glob("configs/**/*.yaml")]
@@ -57,6 +57,28 @@ def test_sections_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None
         name, heading = line.split(": ")[:2]
         assert f"# {heading}" in files()[name].read_text()
     assert main(["--search", "no-such-word-anywhere"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("SFT", "supervised: Supervised training and preferences"),
+        ("wandb", "monitoring: Weights & Biases (W&B, wandb)"),
+        ("tool calling", "multi_turn: Multi-turn RL: environments, tool calling"),
+        ("multi-turn", "multi_turn: Multi-turn RL"),
+        ("weight sync", "concepts: Concepts: the loop, the row, weight sync"),
+    ],
+)
+def test_the_page_about_the_words_is_found_first(words: str, first: str) -> None:
+    assert search(words.split())[0].startswith(first)
+
+
+def test_pages_with_more_hits_come_first_after_headings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {"a": "# A\nred", "b": "# B\nred, red", "c": "# C\n## Red\n1", "d": "# D\n```\n# red\n```\n## E\n2"}
+    for name, text in pages.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    monkeypatch.setattr("jobs.docs.files", lambda: {path.stem: path for path in sorted(tmp_path.iterdir())})
+    assert search(["RED"]) == ["c: Red", "b: B: red, red", "a: A: red", "d: D: # red"]
 
 
 def strings(path: Path) -> str:

@@ -82,7 +82,7 @@ def test_without_a_sandbox_a_script_runs_only_if_it_is_asked_for(monkeypatch: py
         return run(code, stdin, config)
 
     monkeypatch.setattr(runner, "run", without_namespaces)
-    scripts: Mapping[str, str] = {"/work/x/run.sh": "mkdir logs; python3 -m verl data.a=$(basename $PWD) > logs/x"}
+    scripts: Mapping[str, str] = {"/jobs/x/run.sh": "mkdir logs; python3 -m verl data.a=$(basename $PWD) > logs/x"}
     with pytest.raises(ScriptError, match=r"sandbox, which this machine does not allow \(no user namespaces\).*--run"):
         record(scripts, HERE)
     ((command,),) = (recording.commands for recording in record(scripts, HERE, bare=True))

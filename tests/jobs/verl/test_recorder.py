@@ -7,11 +7,11 @@ import pytest
 
 from jobs.verl.recorder import Command, ScriptError, ScriptRecording, record
 
-HERE = {"HOME": "/home/me", "PWD": "/work/x"}
+HERE = {"HOME": "/home/me", "PWD": "/jobs/x"}
 
 
 def recorded(text: str, **variables: str) -> ScriptRecording:
-    (recording,) = record({"/work/x/run.sh": text}, {**HERE, **variables})
+    (recording,) = record({"/jobs/x/run.sh": text}, {**HERE, **variables})
     return recording
 
 
@@ -214,7 +214,7 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 def test_files_that_a_script_writes(name: str) -> None:
     command = started(WRITES[name])
-    assert settings(command)[0] == "data.a=/work/x" and not command.unknown
+    assert settings(command)[0] == "data.a=/jobs/x" and not command.unknown
     assert settings(command)[1:] == ["data.logs=/data/logs"] * ("LOGS" in WRITES[name])
 
 
