@@ -50,8 +50,8 @@ def search(words: Sequence[str]) -> list[str]:
     """Return a line for each section of a page with all `words`, in any case: the page, the heading, its first line
     with one of them.
 
-    Sections whose heading has all words come first, and among them those of pages whose title has them; then pages go
-    by how often they have the words.
+    Sections whose heading has all words come first, and among them sections of pages whose title has them; then pages
+    go by how often they have the words.
     """
     wanted = [word.casefold() for word in words]
 
