@@ -62,11 +62,12 @@ def search(words: Sequence[str]) -> list[str]:
     for name, path in files().items():
         if path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
+            of_page = (not hits(title(path)), -hits(text))
             for section in filter(hits, sections(text)):
                 heading, *lines = section.splitlines()
                 first = next((line for line in lines if any(word in line.casefold() for word in wanted)), "")
                 line = f"{name}: {heading.strip('# ')}: {first.strip()}".rstrip(": ")
-                found.append((not hits(heading), not hits(title(path)), -hits(text), line))
+                found.append((not hits(heading), *of_page, line))
     # Equal ones stay in the order of the page.
     return [line for *_, line in sorted(found, key=lambda entry: entry[:3])]
 

@@ -56,8 +56,13 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 FILES = ("model", "prompts", "code")
 """Kinds of input files of a run: values of `trainer.accept_changed`."""
 
-LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
-"""Trackers, each with the Python package that it needs."""
+LOGGERS = {
+    "console": ("rich", "pip install rich"),
+    "mlflow": ("mlflow", "pip install mlflow"),
+    "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
+    "tensorboard": ("tensorboard", "pip install 'slipstream-rl[tensorboard]'"),
+}
+"""Trackers by name, each with the Python package that it needs and the command that installs the package."""
 
 
 @dataclass
@@ -231,10 +236,9 @@ class TrainerConfig:
             sentence = f"trainer.accept_changed: {kind} is not a kind of file; choose from {', '.join(FILES)}"
             table[sentence] = kind not in FILES
         for logger in self.logger:
-            package = LOGGERS.get(logger)
-            table[f"trainer.logger: {logger} is unknown; choose from {', '.join(LOGGERS)}"] = package is None
-            sentence = (
-                f"trainer.logger={logger} needs the Python package {package}: pip install 'slipstream-rl[{logger}]'"
-            )
-            table[sentence] = package is not None and importlib.util.find_spec(package) is None
+            table[f"trainer.logger: {logger} is unknown; choose from {', '.join(LOGGERS)}"] = logger not in LOGGERS
+            if logger in LOGGERS:
+                package, command = LOGGERS[logger]
+                sentence = f"trainer.logger={logger} needs the Python package {package}: {command}"
+                table[sentence] = importlib.util.find_spec(package) is None
         return table

@@ -12,15 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.config.trainer import LOGGERS
 from pipeline.track.history import write_atomically
 from pipeline.track.provenance import flattened, git_commit, masked, versions
-
-PACKAGES = {
-    "console": ("rich", "pip install rich"),
-    "mlflow": ("mlflow", "pip install mlflow"),
-    "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install 'slipstream-rl[tensorboard]'"),
-}
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,13 @@ def check_loggers(names: Sequence[str]) -> None:
         ImportError: the logger's package is not installed; the message has the command.
     """
     for name in names:
-        if name not in PACKAGES:
-            nearest = difflib.get_close_matches(str(name), PACKAGES, n=1, cutoff=0.0)[0]
+        if name not in LOGGERS:
+            nearest = difflib.get_close_matches(str(name), LOGGERS, n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"trainer.logger has {name!r}, which is not a logger; did you mean {nearest!r}? There are "
-                f"{', '.join(PACKAGES)}."
+                f"{', '.join(LOGGERS)}."
             )
-        package, command = PACKAGES[name]
+        package, command = LOGGERS[name]
         if importlib.util.find_spec(package) is None:
             raise ImportError(
                 f"trainer.logger has {name!r}, but the package {package} is not installed; "

@@ -242,7 +242,7 @@ def correct(
         rollout_log_probs: [N] log-probs of the engine.
         mask: [N] 1 if the token trains; masked values have no influence.
         offsets: [R + 1] first token of each response, and N at the end; a response may be empty.
-        all_sum: sums numbers over all ranks, each of which must call `correct` too; `list` for a single process. None
+        all_sum: sums numbers over all ranks, and all ranks must call `correct`; `list` for a single process. None
             if the N tokens are only a part of the batch: then weights cannot be normalised, and
             `rollout_is_eff_sample_size` is left out.
 

@@ -278,8 +278,7 @@ class AnswerParser:
         return Call(call_id(number), name, arguments)
 
     def _check_size(self, raw: str) -> None:
-        """Raise Malformed if a turn is too long or has too many calls for parsers, some of which take quadratic
-        time."""
+        """Raise Malformed if a turn is too long or has too many calls for parsers. Some parsers take quadratic time."""
         if len(raw) > MAX_TEXT:
             raise Malformed(f"the answer has {len(raw)} characters; calls are read in answers of up to {MAX_TEXT}")
         for mark in self.marks:
