@@ -245,8 +245,10 @@ def test_custom_function_that_cannot_be_loaded_ends_the_run(tmp_path: Path, sour
 
 def test_the_functions_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
-    source, batch, episode = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    given = table(["42, because", "41"], truths=['"because"', '"42"'])
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = ("bonus=0.1)", "(data_sources, solution_strs", "messages, turns)")
+    source, batch, episode = (next(block for block in blocks if name in block) for name in names)
+    given = table(["because it is 42", "41"], truths=['"42.0"', '"42"'])
     result = Reward(custom(tmp_path, source, reward_kwargs={"bonus": 0.2}))(given)
     assert scores(result) == [1.0, 0.0]
     assert parts(result) == [{"acc": 1, "bonus": 0.2}, {"acc": 0, "bonus": 0.0}]
