@@ -33,6 +33,7 @@ LEFT_OUT = [
     (r"^hf download|openenv:|s3://|http://localhost|/venvs/|reward.sandbox.url", "needs a service or the network"),
     (r"^mlflow ui|^slipstream serve|^tensorboard", "serves until it is stopped"),
     (r"^slipstream prepare (gsm8k|math|hellaswag|hh_rlhf) --input", "needs the published files; see tests/prompts"),
+    (r"actor\.parallel\.", "needs a model whose heads divide; tests/train trains in these layouts"),
     (r"^slipstream from_verl", "needs verl's scripts; tests/jobs/verl converts real ones"),
     (r"experiment=(NAME|qwen3_8b)\b", "the experiment of a command that is left out"),
     (r"data/hh_rlhf/", "prompts of a command that is left out"),
@@ -52,13 +53,12 @@ STAND_INS = [
     (r"runs/(?!mlflow)[\w-]+", "runs/NAME"),
     (r"--uid UID --sample K|--uid val-3", "--random 1"),
     (r"/nfs/", "nfs/"),
-    (r"trainer\.use_gpu=true|trainer\.num_workers=8", ""),
 ]
 """Patterns of names that are a reader's own, each with a name that is here."""
 
 REST = {
-    "data.train_files": "train.parquet",
-    "data.train_batch_size": "8",
+    "data.train_files": "data/countdown-1/train.parquet",
+    "data.train_batch_size": "16",
     "model.path": "models/tiny-sft-1",
     "trainer.experiment_name": "page",
 }
@@ -123,9 +123,10 @@ def commands(page: str) -> Iterator[Command]:
 
 def files(page: str) -> dict[str, str]:
     """The files of a page by name: Python blocks with a name in the first line, and YAML after a sentence with it."""
-    text = PAGES[page].read_text()
-    named = re.findall(r"^```python\n# (?:/code/)?(\w+\.py)\b.*?\n(.*?)^```", text, re.M | re.S)
-    return dict(named + re.findall(r"`([\w/]+\.yaml)`[^`]*\n\n```yaml\n(.*?)^```", text, re.M | re.S))
+    text, found = PAGES[page].read_text(), dict[str, str]()
+    for name, block in re.findall(r"^```python\n# (?:/code/)?(\w+\.py)\b.*?\n(.*?)^```", text, re.M | re.S):
+        found[name] = found.get(name, "") + block
+    return found | dict(re.findall(r"`([\w/]+\.yaml)`[^`]*\n\n```yaml\n(.*?)^```", text, re.M | re.S))
 
 
 def make_base(folder: Path) -> None:
@@ -149,8 +150,9 @@ def folder_of(page: str, work: Path) -> Path:
         make_base(base)
     if not folder.exists():
         shutil.copytree(base, folder)
-        # Every page has the files of the quickstart, unless it has its own.
-        for name, text in (files("quickstart") | files(page)).items():
+        # Every page has the files of the quickstart; the page on rewards continues the one on data.
+        before = files("data") if page == "rewards" else files("quickstart")
+        for name, text in (before | files(page)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
             if name.startswith("make_"):
