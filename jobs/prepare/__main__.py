@@ -10,7 +10,19 @@ from typing import Any, NoReturn
 
 from jobs.command import called
 from jobs.entry import command
-from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math, pairs
+from jobs.prepare import (
+    calculator,
+    convert,
+    countdown,
+    gsm8k,
+    hellaswag,
+    hh_rlhf,
+    higher_lower,
+    lookup,
+    math,
+    pairs,
+    reverse_text,
+)
 
 DATASETS: dict[str, Any] = {
     "calculator": calculator,
@@ -23,6 +35,7 @@ DATASETS: dict[str, Any] = {
     "lookup": lookup,
     "math": math.DATA,
     "pairs": pairs,
+    "reverse_text": reverse_text,
 }
 
 
