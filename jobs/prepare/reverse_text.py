@@ -1,6 +1,6 @@
 """Texts to write backwards, as in prime-rl's example `reverse_text`: prompts, and answers for a warm start.
 
-The system message is that of verifiers' environment `reverse-text`, whose texts are on the Hub. Here a text is drawn
+The system message is the one in verifiers' environment `reverse-text`, whose texts are on the Hub. Here a text is drawn
 from `WORDS`, so that a small model can learn the task within minutes. Each text occurs once in all files.
 """
 
@@ -20,7 +20,7 @@ from pipeline.reward.rules.reverse_text import CLOSE, OPEN
 help = "short texts to write backwards, and answers for a warm start"
 
 SYSTEM = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
-WORDS = (
+TEXT = (
     "above apple baker beach berry black bread brick bring brown build cabin candle carry castle chair chalk cheese "
     "cherry child church circle clean clock cloud coast copper corner cotton cream dance desert doctor dragon dream "
     "drink early earth engine evening family farmer field finger flower forest friend garden ginger glass grain green "
@@ -29,7 +29,8 @@ WORDS = (
     "pencil people pepper picture planet pocket potato quick quiet rabbit river rocket salmon school season shadow "
     "silver simple sister small smile spring square stone storm story street summer sunday table tailor teacher "
     "ticket tiger travel uncle valley village violin wagon water weather wheel white window winter wonder yellow"
-).split()
+)
+WORDS = TEXT.split()
 SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
 
 
@@ -71,7 +72,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _texts(draw: random.Random, words: int, needed: int) -> Iterator[str]:
-    """Yield different texts of 1 to `words` words."""
+    """Yield `needed` different texts of 1 to `words` words."""
     seen: set[str] = set()
     while len(seen) < needed:
         text = " ".join(draw.choices(WORDS, k=draw.randint(1, words)))

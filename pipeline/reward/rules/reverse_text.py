@@ -1,6 +1,6 @@
 """Reward for reversed text: how similar the answer is to the prompt's text written backwards, from 0 to 1.
 
-The score is that of the environment `reverse-text` of verifiers, which prime-rl trains on: `ratio()` of Python's
+The environment `reverse-text` of verifiers, on which prime-rl trains, has the same score: `ratio()` of Python's
 `SequenceMatcher` for the right text and the text in the last closed `<reversed_text>`. `acc` is 1 for the right text.
 
 A `SequenceMatcher` takes time that grows faster than the square of the lengths, and the model may write anything. So an
@@ -19,7 +19,7 @@ MAX_TIMES, MAX_SHORT = 2, 100  # longer answers score 0
 
 
 def compute_score(solution_str: str, ground_truth: str) -> dict[str, Any]:
-    """Score a response to a prompt that asks for a reversed text.
+    """Score a response to a prompt that wants a reversed text.
 
     Args:
         solution_str: the response, any text.
