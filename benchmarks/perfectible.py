@@ -2,8 +2,9 @@
 
     python -m benchmarks.perfectible --out runs/perfectible
     python -m benchmarks.perfectible --out runs/perfectible --rows grpo "grpo_passk actor.optim.lr=1e-4" ppo
-    python -m benchmarks.perfectible --out runs/guess --experiment higher_lower_cpu --rows turn_grpo \\
-        --model models/tiny-sft-higher_lower-1 --prompts data/higher_lower-1/test.parquet
+    python -m benchmarks.perfectible --out runs/guess --experiment higher_lower_cpu --chunk 4 \\
+        --model models/tiny-sft-higher_lower-1 --prompts data/higher_lower-1/test.parquet \\
+        --rows "turn_grpo algorithm.turn_gamma=0.5 algorithm.norm_adv_by_std_in_grpo=false"
 
 The protocol is prime-rl's (`examples/hendrycks_sanity`), after Qi et al. 2025, arXiv 2510.26788:
 
@@ -161,9 +162,10 @@ def evaluation(args: argparse.Namespace, model: Path, prompts: Path, out: Path, 
 def select(args: argparse.Namespace, model: Path, prompts: Path) -> tuple[Path, float]:
     """Write the chosen prompts to `perfectible.parquet`; returns the file and the mean of their sampled accuracies."""
     scored, file = args.out / "scored", args.out / "perfectible.parquet"
-    limit = f"data.val_max_samples={args.limit}"
-    call([*JOB, "jobs.evaluate", *evaluation(args, model, prompts, scored, limit)], args.out / "logs" / "scored.log",
-         args.timeout, name="the evaluation of the model")  # fmt: skip
+    if not file.is_file():
+        words = evaluation(args, model, prompts, scored, f"data.val_max_samples={args.limit}")
+        log = args.out / "logs" / "scored.log"
+        call([*JOB, "jobs.evaluate", *words], log, args.timeout, name="the evaluation of the model")
     solved = accuracies(scored)
     kept = chosen(solved, args.least, args.most, args.prompts_at_most, 4 * args.chunk)
     pq.write_table(pq.read_table(prompts, partitioning=None).take(kept), file)

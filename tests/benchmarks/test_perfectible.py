@@ -71,6 +71,16 @@ def test_each_row_is_a_sound_run_with_all_prompts_in_a_batch(row: str, tmp_path:
     assert config.rollout.n == (32 if " " in row else 16)
 
 
+def test_episodes_keep_the_settings_of_their_experiment(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"number": list(range(48))}), prompts)
+    args = new_parser().parse_args(["--out", str(tmp_path), "--experiment", "higher_lower_cpu", "--chunk", "4"])
+    row = "turn_grpo algorithm.turn_gamma=0.5 algorithm.norm_adv_by_std_in_grpo=false"
+    config = load_config(training(args, tmp_path / "model", prompts, row, tmp_path / "run"))
+    own = load_config(["experiment=higher_lower_cpu"])
+    assert config.algorithm == own.algorithm and config.agent == own.agent
+
+
 def test_names_of_rows_differ() -> None:
     rows = ["grpo", "dapo", "grpo rollout.n=8", "grpo rollout.n=16"]
     assert len({folder_name(row) for row in rows}) == 4 and folder_name("grpo") == "grpo"
