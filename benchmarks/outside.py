@@ -49,7 +49,7 @@ CHECKS = {
         "data.max_length=256 trainer.total_training_steps=50",
     ),
 }
-SFT = "data.train_batch_size=16 optim.lr=2e-5 trainer.max_token_len_per_gpu=4096 trainer.num_threads=2"
+SFT = "data.train_batch_size=16 optim.lr=2e-5 trainer.max_token_len_per_gpu=2048 trainer.num_threads=2"
 """Supervised settings of both; batch and rate are prime-rl's."""
 
 

@@ -36,9 +36,7 @@ MAX_GAP = 1e-3
 """Largest gap of a token's log-prob between engine and trainer, both in float32, in nats."""
 EVERY_S = 2.0
 SHORT = "data.val_files=null data.train_batch_size=8 trainer.total_training_steps=2 trainer.test_freq=-1"
-TRAIN = (
-    f"experiment=reverse_text_cpu {SHORT} rollout.n=8 data.max_response_length=16 actor.ppo_max_token_len_per_gpu=2048"
-)
+TRAIN = f"experiment=reverse_text_cpu {SHORT} rollout.n=8 data.max_response_length=16"
 GAME = f"experiment=guess_number_cpu {SHORT} rollout.n=4 actor.ppo_mini_batch_size=8"
 LORA = f"{TRAIN} model.lora.rank=8 actor.optim.lr=1e-4"
 SUPERVISED = (
