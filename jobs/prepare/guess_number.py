@@ -15,8 +15,8 @@ from jobs.prepare.agent_task import Messages, assistant, user
 help = "a number to guess from replies of too low and too high, for chat models"
 
 QUESTION = (
-    "Guess a whole number from 0 to {highest}. You have {turns} guesses. After each guess I answer Too low or Too high. "
-    "Write only your guess in this form: Guess: 7"
+    "Guess a whole number from 0 to {highest}. You have {turns} guesses. After each guess I answer Too low or Too "
+    "high. Write only your guess in this form: Guess: 7"
 )
 
 
