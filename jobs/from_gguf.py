@@ -43,7 +43,7 @@ def convert(file: Path, out: Path, dtype: str) -> list[str]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist or is not a file; give a .gguf file")
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError("reading a GGUF file needs the package gguf: pip install 'slipstream-rl[gguf]'")
+        raise ImportError("reading a GGUF file needs the package gguf: pip install gguf")
     from transformers.utils.logging import disable_progress_bar
 
     from pipeline.models.save import written_whole
