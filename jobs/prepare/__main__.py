@@ -15,12 +15,14 @@ from jobs.prepare import (
     convert,
     countdown,
     gsm8k,
+    guess_number,
     hellaswag,
     hh_rlhf,
     higher_lower,
     lookup,
     math,
     pairs,
+    reverse_text,
     sums,
 )
 
@@ -28,6 +30,7 @@ DATASETS: dict[str, Any] = {
     "calculator": calculator,
     "countdown": countdown,
     "gsm8k": gsm8k.DATA,
+    "guess_number": guess_number,
     "hellaswag": hellaswag.DATA,
     "hh_rlhf": hh_rlhf.DATA,
     "higher_lower": higher_lower,
@@ -35,6 +38,7 @@ DATASETS: dict[str, Any] = {
     "lookup": lookup,
     "math": math.DATA,
     "pairs": pairs,
+    "reverse_text": reverse_text,
     "sums": sums,
 }
 
