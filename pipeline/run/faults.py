@@ -144,8 +144,9 @@ def describe_failure(rank: int, error: BaseException) -> str:
 def sentence(error: BaseException) -> str:
     """Describe an error in a sentence without stacks: of the exceptions that Ray nests as text, the last that is not
     Ray's own."""
-    if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
-        return str(ended)
+    error = getattr(error, "controller_failure", error)
+    if isinstance(error, RunEnded):
+        return str(error)
     failures = getattr(error, "worker_failures", None)
     if failures:
         error = next(iter(failures.values()))

@@ -170,6 +170,7 @@ def test_sentences() -> None:
     assert sentence(ControllerError(RunEnded("what happened"))) == "what happened"
     assert sentence(WorkerGroupError("text", {1: StoreTimeout("pace: waited")})) == "StoreTimeout: pace: waited"
     assert sentence(TimeoutError()) == "TimeoutError: no further message"
+    assert sentence(ControllerError(TimeoutError())) == "TimeoutError: no further message"
     inner = "ray.exceptions.RayTaskError(X): task\nTraceback\nValueError: the row\nray.data.Bad: outer"
     assert sentence(RuntimeError(inner)) == "ValueError: the row"
     assert describe_failure(3, ValueError("v")) == "ValueError: v"
