@@ -100,7 +100,7 @@ def restore_own(
         key: name of the setting `patience`, for errors.
 
     Returns:
-        the content of its `progress.json`; None if there is no checkpoint.
+        the content of its `progress.json`; None without a checkpoint.
 
     Raises:
         OSError: the storage did not answer.

@@ -183,7 +183,7 @@ def test_answers_without_their_thinking_are_context_alone(
 def test_rows_that_cannot_be_learnt_are_refused_before_anything_starts(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.supervised._start_ray", lambda config: pytest.fail("Ray was started"))
+    monkeypatch.setattr("jobs.supervised.start_ray", lambda config: pytest.fail("Ray was started"))
     rows = [{"messages": conversation(i), "system": "Short."} for i in range(16)]
     options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", "data.train_batch_size=8"]
     options += [f"data.train_files={tmp_path / 'a.parquet'}"]
@@ -275,7 +275,7 @@ def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
         folder.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     if filled:
-        (out / "notes.txt").write_text("mine")
+        (out / "config.json").write_text("another model's")
     else:
         out.rmdir()
         out.parent.rmdir()
@@ -290,4 +290,4 @@ def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
     assert weights.parent == (tmp_path / "full" if filled else place) / f"out-{os.getpid()}"
     assert str(error.value).endswith(f". The model is in {weights.parent} (on {socket.gethostname()})")
     if filled:
-        assert [path.name for path in out.iterdir()] == ["notes.txt"]
+        assert [path.name for path in out.iterdir()] == ["config.json"]

@@ -1,0 +1,134 @@
+"""The plan of a supervised run: numbers of steps and epochs, memory, and the table of `--dry-run`."""
+
+import os
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from pipeline.config import Config, ConfigError
+from pipeline.config.supervised import SupervisedConfig
+from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu
+from pipeline.plan.memory import Memory, Models, estimate, shown
+from pipeline.plan.models import read_model
+from pipeline.plan.table import count_words, worker_parts
+from pipeline.supervised.data import CheckedRows, RowGroup
+
+
+@dataclass(frozen=True)
+class SupervisedPlan:
+    """Numbers that follow from the settings and files of a supervised run."""
+
+    config: SupervisedConfig
+    rows: int
+    """Number of training rows."""
+    val_rows: int
+    steps: int
+    """Number of optimiser steps."""
+    epochs: int
+    """Number of passes over the training rows, the last of them perhaps not whole."""
+    memory: Memory | None
+    """Memory estimates; None if the model is not a local folder with safetensors files."""
+
+    @property
+    def peak(self) -> int:
+        """Estimated memory of all train workers of a machine without GPUs, in bytes."""
+        return self.memory.train_peak * self.config.trainer.num_workers if self.memory else 0
+
+    def render(self, checked: CheckedRows, out: str) -> Table:
+        """Return the plan as a table; `checked` has the first rows, and `out` is the folder."""
+        config, trainer, memory = self.config, self.config.trainer, self.memory
+        table = Table(title=f"Plan of {out}", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        size = f", {count_words(memory.parameters)} parameters" if memory else ""
+        table.add_row("model", f"{config.model.path}{size}")
+        if rank := config.model.lora.rank:
+            trained = f" with {count_words(memory.adapter)} parameters" if memory else ""
+            table.add_row("adapters", f"LoRA of rank {rank}{trained}")
+        table.add_row("rows", f"{self.rows:,} to train on, {self.val_rows:,} for validation")
+        table.add_row("steps", f"{self.steps:,} of {config.data.train_batch_size} rows, in {self.epochs} epochs")
+        table.add_row("tokens", self._tokens(checked))
+        table.add_row("workers", f"{trainer.num_workers} on {'GPUs' if trainer.use_gpu else 'CPUs'}")
+        save = f"every {trainer.save_freq} steps, and at Ctrl-C" if trainer.save_freq > 0 else "only at Ctrl-C"
+        table.add_row("checkpoints", save + (f", {shown(memory.checkpoint * trainer.num_workers)}" if memory else ""))
+        table.add_row("memory of a train worker", self._memory())
+        table.add_row("trackers", ", ".join(trainer.logger) or "none")
+        return table
+
+    def _tokens(self, checked: CheckedRows) -> str:
+        lengths = checked.lengths
+        mean = sum(lengths) / len(lengths)
+        total = f"{round(mean * self.config.data.train_batch_size * self.steps):,} in all steps"
+        of = "all rows" if len(lengths) == self.rows else f"the first {len(lengths)} rows"
+        return f"about {total}; {mean:.0f} a row, {max(lengths):,} at most in {of}"
+
+    def _memory(self) -> str:
+        memory, trainer = self.memory, self.config.trainer
+        if memory is None:
+            return "not estimated (no local folder with safetensors files)"
+        if trainer.use_gpu:
+            of = f" of {(local_gpu() or GPUS[DEFAULT]).words}"
+        else:
+            workers = f" x {trainer.num_workers} workers" if trainer.num_workers > 1 else ""
+            of = f"{workers} of this machine's {shown(machine_memory())}"
+        return f"{shown(memory.train_peak)}{of}: {worker_parts(memory, trainer.max_token_len_per_gpu)}"
+
+    def lacking(self) -> str | None:
+        """Describe the lack of memory on this machine, or on its kind of GPU; None if there is enough."""
+        if self.memory is None:
+            return None
+        trainer = self.config.trainer
+        gpu = local_gpu() if trainer.use_gpu else None
+        if trainer.use_gpu and gpu is None:
+            return None
+        needed, there = (self.memory.train_peak, gpu.memory) if gpu else (self.peak, machine_memory())
+        if needed <= there:
+            return None
+        return (
+            f"the train workers need about {shown(needed)}, and {gpu.name if gpu else 'this machine'} has "
+            f"{shown(there)}; lower trainer.max_token_len_per_gpu={trainer.max_token_len_per_gpu}, or set "
+            "model.enable_gradient_checkpointing=true"
+        )
+
+
+def plan(config: SupervisedConfig, train: list[RowGroup], val: list[RowGroup], causal: bool) -> SupervisedPlan:
+    """Compute the plan of a run.
+
+    Args:
+        config: settings of the run.
+        train: row groups of the training files.
+        val: row groups of the validation files.
+        causal: False if the language-model head is replaced by a head with one output.
+
+    Raises:
+        ConfigError: there are fewer rows than one step needs.
+    """
+    rows, val_rows = (sum(group.rows for group in groups) for groups in (train, val))
+    batch, limit = config.data.train_batch_size, config.data.val_max_samples
+    steps = config.trainer.total_training_steps or rows * config.trainer.total_epochs // batch
+    if steps == 0:
+        raise ConfigError(
+            f"data.train_files holds {rows} rows, less than one data.train_batch_size={batch}; lower it or give more."
+        )
+    val_rows = min(val_rows, limit) if limit >= 0 else val_rows
+    return SupervisedPlan(config, rows, val_rows, steps, -(-steps * batch // rows), _memory(config, causal))
+
+
+def machine_memory() -> int:
+    """Return the main memory of this machine, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(config: SupervisedConfig, causal: bool) -> Memory | None:
+    """Estimate the memory of a train worker as for an RL run with the same model, optimiser and passes."""
+    model = read_model(config.model.path)
+    if model is None or not model.parameters:
+        return None
+    alike = Config(model=config.model)
+    alike.actor.optim, alike.actor.fsdp = config.optim, config.fsdp
+    alike.actor.ppo_max_token_len_per_gpu = config.trainer.max_token_len_per_gpu
+    # A head with one output has no logits of a vocabulary.
+    alike.actor.logits_chunk_tokens = getattr(config.trainer, "logits_chunk_tokens", 0)
+    alike.trainer.num_workers, alike.trainer.use_gpu = config.trainer.num_workers, config.trainer.use_gpu
+    policy = model if causal else model.with_value_head()
+    return estimate(alike, Models(policy, critic=None, reference=policy, reward=None))
