@@ -13,25 +13,27 @@ RUN := $(VENV)/bin/python
 # An environment that no longer holds the tested set is made again.
 HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.run.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
 
-# Settings of the demo (jobs/demo.py). TASK is countdown, higher_lower, calculator or lookup.
+# Settings of the demo (jobs/demo.py). TASK is countdown, higher_lower, calculator or lookup. MODEL=smollm2 trains a
+# pretrained model on sums instead.
 SEED ?= 1
 TASK ?= countdown
+MODEL ?=
 ALGORITHM ?=
-DEMO := slipstream.py demo --task $(TASK) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM))
+DEMO := slipstream.py demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM))
 KILLS ?= 20
 
 .PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "Variables: TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
+	@echo "Variables: MODEL=$(MODEL) TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
 
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 
-demo: $(STAMP) ## train a tiny model and watch it get better (TASK=higher_lower, SEED=2, ALGORITHM=ppo for others)
+demo: $(STAMP) ## train a tiny model and watch it get better (MODEL=smollm2, TASK=higher_lower, ALGORITHM=ppo for others)
 	@$(RUN) $(DEMO)
 
 demo-model: $(STAMP) ## puzzles, model and warm start of the demo, without the training

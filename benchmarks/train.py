@@ -3,11 +3,13 @@
     python -m benchmarks.train                          # every shape, five rounds
     python -m benchmarks.train --shapes long --repeats 3 --threads 2
     python -m benchmarks.train --trl runs/trl-env       # with TRL, from an environment that is made there once
+    python -m benchmarks.train --shapes sums --threads 2 --model models/SmolLM2-135M-Instruct
 
     long     4 prompts of 256 tokens x 4 answers of 64 to 1,024
     mix      16 rows of 64 to 2,048 tokens, each with a prompt of its own
     shared   64 prompts of about 17 tokens x 8 answers of about 11, in four mini-batches
     context  2 prompts of 1,536 tokens x 8 answers of about 128
+    sums     16 prompts of about 44 tokens x 8 answers of 4 to 16
 
 All sides have the same model, rows, token budget, loss (PPO's clip) and AdamW. `packed` is a loop over rows that stand
 end to end, with one causal attention for each; `padded` has them sorted by length and padded on the right. Both keep
@@ -60,18 +62,17 @@ def trl_settings(shape: Shape, threads: int, folder: Path) -> Path:
 
 
 def measure(
-    name: str, repeats: int, threads: int, trl: Path | None, timeout_s: float
+    name: str, repeats: int, threads: int, model: str | None, trl: Path | None, timeout_s: float
 ) -> dict[str, tuple[float, float]]:
     """CPU seconds of an update of each side, the fewest of `repeats` in turns, and the highest peak in MiB; the first
     round is left out."""
-    commands = {
-        side: [sys.executable, "-m", "benchmarks.train_sides", side, name, "--threads", str(threads)] for side in SIDES
-    }
+    options = ["--threads", str(threads), *(["--model", model] if model else [])]
+    commands = {side: [sys.executable, "-m", "benchmarks.train_sides", side, name, *options] for side in SIDES}
     with ExitStack() as stack:
         if trl is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             script = Path(__file__).with_name("trl_step_side.py")
-            commands["TRL"] = [str(trl), "-P", str(script), str(trl_settings(SHAPES[name], threads, folder))]
+            commands["TRL"] = [str(trl), "-P", str(script), str(trl_settings(SHAPES[name].of(model), threads, folder))]
         sides = {side: stack.enter_context(Side(side, command, timeout_s)) for side, command in commands.items()}
         turns = [{side: process.turn() for side, process in sides.items()} for _ in range(repeats + 1)][1:]
     return {
@@ -85,12 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", metavar="FOLDER", help="a model in place of each shape's random one")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="measure TRL, too, in an environment in this folder")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of an update")
     args = parser.parse_args(arguments)
     trl = None if args.trl is None else trl_env.make(args.trl)
     for name in args.shapes:
-        found = measure(name, args.repeats, args.threads, trl, args.timeout)
+        found = measure(name, args.repeats, args.threads, args.model, trl, args.timeout)
         table = Table(name, "CPU seconds of an update", "of packed", "of padded", "of slipstream", "peak MiB")
         for side, (seconds, peak) in found.items():
             ratios = (f"{seconds / found[other][0]:.2f}" for other in ("packed", "padded", "slipstream"))

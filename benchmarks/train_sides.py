@@ -1,11 +1,11 @@
 """Sides of `benchmarks.train`: an update of the actor, and bare torch loops that compute the same.
 
-python -m benchmarks.train_sides SIDE SHAPE --threads N
+python -m benchmarks.train_sides SIDE SHAPE --threads N --model FOLDER
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from benchmarks.taking_turns import serve
 from pipeline.config import Config
@@ -41,6 +48,13 @@ class Shape:
     vocabulary: int
     lengths: Callable[[np.random.Generator], tuple[int, int]]
     """Tokens of a prompt, and of one response."""
+    path: str | None = None
+    """Folder of a model that takes the place of the random one."""
+
+    def of(self, path: str | None) -> "Shape":
+        """Return the shape with the model in the folder `path`; None keeps the random one."""
+        vocabulary = self.vocabulary if path is None else AutoConfig.from_pretrained(path).vocab_size
+        return replace(self, path=path, vocabulary=vocabulary)
 
 
 def _long(random: np.random.Generator) -> tuple[int, int]:
@@ -60,11 +74,16 @@ def _context(random: np.random.Generator) -> tuple[int, int]:
     return 1536, int(random.integers(96, 161))
 
 
+def _sums(random: np.random.Generator) -> tuple[int, int]:
+    return int(random.integers(42, 47)), int(random.integers(4, 17))
+
+
 SHAPES = {
     "long": Shape(4, 4, 1, 4096, 320, 8, 8192, _long),
     "mix": Shape(16, 1, 1, 4096, 320, 8, 8192, _mix),
     "shared": Shape(64, 8, 4, 16384, 192, 4, 512, _shared),
     "context": Shape(2, 8, 1, 16384, 320, 4, 8192, _context),
+    "sums": Shape(16, 8, 1, 4096, 320, 4, 8192, _sums),
 }
 
 
@@ -92,7 +111,9 @@ def rows_of(shape: Shape) -> pa.Table:
 
 
 def model(shape: Shape) -> Any:
-    """Make a random Qwen3, the same on every call."""
+    """Make a random Qwen3, the same on every call, or load the shape's model."""
+    if shape.path is not None:
+        return AutoModelForCausalLM.from_pretrained(shape.path, dtype="float32", attn_implementation="sdpa").train()
     torch.manual_seed(0)
     heads = shape.hidden // 64
     config = Qwen3Config(  # type: ignore[call-arg]
@@ -223,10 +244,11 @@ def main() -> None:
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shape = SHAPES[args.shape]
+    shape = SHAPES[args.shape].of(args.model)
 
     def build() -> Callable[[], None]:
         side, table = SIDES[args.side](shape), rows_of(shape)

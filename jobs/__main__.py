@@ -8,7 +8,7 @@ import sys
 from jobs.entry import command
 
 JOBS = {
-    "demo": "train a tiny model on two CPU cores, from an empty folder",
+    "demo": "train a small model on two CPU cores, from an empty folder",
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
@@ -21,6 +21,7 @@ JOBS = {
     "serve": "serve a trained model with OpenAI's interface",
     "prepare": "write a data set as parquet files of prompts",
     "tiny": "make a tiny random model with its tokenizer",
+    "from_gguf": "make a model folder from a GGUF file, to train it",
     "from_verl": "translate a verl script into a configuration",
     "docs": "read the pages, the examples and the manifests",
 }

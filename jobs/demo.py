@@ -1,8 +1,9 @@
-"""The demo: `python -m jobs.demo [--task TASK] [--seed N] [--algorithm NAME] [key=value ...]`.
+"""The demo: `python -m jobs.demo [--task TASK | --model MODEL] [--seed N] [--algorithm NAME] [key=value ...]`.
 
 The demo writes prompts, makes a tiny model, trains it on the answer format by supervised training, and then trains it
-by reinforcement learning, on two CPU cores. Files go to `data/`, `models/` and `runs/` in the current folder. Steps are
-skipped if their files exist.
+by reinforcement learning, on two CPU cores. With `--model` it trains a pretrained model on sums instead, without
+supervised training. Files go to `data/`, `models/` and `runs/` in the current folder. Steps are skipped if their files
+exist.
 """
 
 import subprocess
@@ -13,15 +14,18 @@ from pathlib import Path
 
 from jobs.command import CONTINUES, called, exit_code, new_parser
 from jobs.entry import command
+from jobs.smollm2 import fetch
 from pipeline.config import CONFIG_DIR, load_config
+from pipeline.config.paths import without_scheme
 from pipeline.run.versions import check_versions
 
+GGUF = ".gguf"
 COMMAND = Path(__file__).resolve().parents[1] / "slipstream.py"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the demo: options of the jobs that make its prompts and its model."""
+    """A task of the demo for a tiny model: options of the jobs that make its prompts and the model."""
 
     sft_steps: int
     """Number of steps of supervised training."""
@@ -43,6 +47,8 @@ TASKS = {
     "calculator": Task(600),
     "lookup": Task(400),
 }
+SUMS, SMOLLM2 = "sums", "smollm2"
+"""The task of pretrained models, and the name of the model that the demo downloads."""
 SFT = (
     "data.train_batch_size=64 trainer.num_workers=2 optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 "
     "optim.betas=[0.9,0.98]"
@@ -51,10 +57,12 @@ SFT = (
 
 EPILOG = """\
 settings:
-  key=value pairs as of python -m jobs.train, laid over the demo's; the experiment of a task is TASK_cpu.
+  key=value pairs as of python -m jobs.train, laid over the demo's; the experiment of a task is TASK_cpu (sums_cpu
+  with --model).
 
 examples:
   python -m jobs.demo
+  python -m jobs.demo --model smollm2
   python -m jobs.demo --seed 2 --algorithm ppo
   python -m jobs.demo --task higher_lower trainer.total_training_steps=20
 
@@ -72,37 +80,59 @@ class StepFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Demo:
-    """Task, seed and folders of one demo."""
+    """Task, seed, model and folders of one demo."""
 
     task: str
     seed: int
-    data: Path
-    tiny: Path
-    """Model with random weights."""
-    warm: Path
-    """The same model after supervised training."""
+    tag: str
+    """Word for the model in names of folders and of the run."""
+    model: str
+    """Folder of the model that is trained, or its name on the Hub."""
+    source: str | None = None
+    """Source of a pretrained model: `smollm2`, a GGUF file, or `model` itself; None for a tiny model."""
 
     @classmethod
-    def here(cls, task: str, seed: int) -> "Demo":
-        """Return a demo with folders in the current folder."""
-        tag = f"{seed}" if task == "countdown" else f"{task}-{seed}"
-        return cls(task, seed, Path(f"data/{task}-{seed}"), Path(f"models/tiny-{tag}"), Path(f"models/tiny-sft-{tag}"))
+    def here(cls, task: str, seed: int, source: str | None = None) -> "Demo":
+        """Return a demo with folders in the current folder. `source` None makes a tiny model for `task`."""
+        if source is None:
+            tag = f"{seed}" if task == "countdown" else f"{task}-{seed}"
+            return cls(task, seed, tag, f"models/tiny-sft-{tag}")
+        tag = Path(source).name.removesuffix(GGUF)
+        made = source == SMOLLM2 or source.endswith(GGUF)
+        return cls(SUMS, seed, tag, f"models/{tag}" if made else source, source)
+
+    @property
+    def data(self) -> Path:
+        """Folder of the prompts."""
+        return Path(f"data/{self.task}-{self.seed}")
 
     def make_model(self) -> None:
-        """Make the prompts, the random model and the warm model, unless their files exist.
+        """Make the prompts and the model, unless their files exist.
 
         Raises:
             StepFailed: a step has failed.
+            OSError: SmolLM2 could not be downloaded.
         """
-        task, sft_data = TASKS[self.task], self.data / "sft_train.parquet"
+        if self.source is None:
+            self._make_tiny()
+            return
+        if not (self.data / "train.parquet").is_file():
+            step("prepare", self.task, "--out", self.data, "--seed", self.seed)
+        if self.model != self.source and not (Path(self.model) / "config.json").is_file():
+            file = fetch(Path("models")) if self.source == SMOLLM2 else self.source
+            step("from_gguf", file, "--out", self.model)
+
+    def _make_tiny(self) -> None:
+        """Make prompts, random model and warm model."""
+        task, sft_data, tiny = TASKS[self.task], self.data / "sft_train.parquet", Path(f"models/tiny-{self.tag}")
         if not sft_data.is_file():
             step("prepare", self.task, "--out", self.data, *task.prepare.split(), "--seed", self.seed)
-        if not (self.tiny / "config.json").is_file():
-            step("tiny", "--out", self.tiny, "--data", sft_data, "--seed", self.seed, *task.tiny.split())
-        if not (self.warm / "config.json").is_file():
+        if not (tiny / "config.json").is_file():
+            step("tiny", "--out", tiny, "--data", sft_data, "--seed", self.seed, *task.tiny.split())
+        if not (Path(self.model) / "config.json").is_file():
             files = (f"data.train_files={sft_data}", f"data.val_files={self.data}/sft_test.parquet")
             steps = f"trainer.total_training_steps={task.sft_steps}"
-            model = (f"out={self.warm}", f"model.path={self.tiny}")
+            model = (f"out={self.model}", f"model.path={tiny}")
             step("sft", *model, *files, f"trainer.seed={self.seed}", steps, *SFT.split())
 
     def settings(self, algorithm: str | None) -> list[str]:
@@ -113,14 +143,15 @@ class Demo:
             experiment = [f"experiment={own}"]
         else:
             experiment = [f"experiment={self.task}_cpu", *([f"algorithm={algorithm}"] if algorithm else [])]
-        name = "-".join([self.task.replace("_", "-"), "cpu", str(self.seed), *([algorithm] if algorithm else [])])
+        kind = "cpu" if self.source is None else self.tag
+        name = "-".join([self.task.replace("_", "-"), kind, str(self.seed), *([algorithm] if algorithm else [])])
         return [
             *experiment,
             f"trainer.seed={self.seed}",
             f"trainer.experiment_name={name}",
             f"data.train_files={self.data}/train.parquet",
             f"data.val_files={self.data}/test.parquet",
-            f"model.path={self.warm}",
+            f"model.path={self.model}",
         ]
 
 
@@ -149,11 +180,27 @@ def step(job: str, *arguments: object) -> None:
         raise StepFailed(code if code > 0 else 128 - code)
 
 
+def show(run_dir: Path) -> None:
+    """Print the figures of a run and five answers, both before and after the training."""
+    from rich.console import Console
+
+    from pipeline.track.before_after import answers, figures
+    from pipeline.track.trajectories import recorded_iterations
+
+    console = Console(highlight=False)
+    console.print(figures(run_dir))
+    if validated := recorded_iterations(str(run_dir), "val"):
+        console.print(answers(run_dir, validated[0], validated[-1]))
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code of the first job that fails, else 0."""
-    parser = new_parser("demo", "Train a tiny model on two CPU cores, from an empty folder.", EPILOG)
-    parser.add_argument("--task", choices=TASKS, default="countdown", help="(default: %(default)s)")
+    parser = new_parser("demo", "Train a small model on two CPU cores, from an empty folder.", EPILOG)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--task", choices=TASKS, default="countdown", help="of a tiny model (default: %(default)s)")
+    text = "pretrained chat model to train on sums: smollm2 (94 MiB to download), a folder, a .gguf file, a Hub name"
+    which.add_argument("--model", metavar="MODEL", type=lambda text: str(without_scheme(text)), help=text)
     parser.add_argument("--seed", type=int, default=1, help="of prompts, model and training (default: %(default)s)")
     parser.add_argument("--algorithm", metavar="NAME", help="such as ppo, dapo or lora (default: grpo)")
     parser.add_argument("--only-model", action="store_true", help="stop before the training by reinforcement learning")
@@ -162,14 +209,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         check_versions()
-        demo = Demo.here(options.task, options.seed)
+        demo = Demo.here(options.task, options.seed, options.model)
         settings = [*demo.settings(options.algorithm), *options.settings]
         # Wrong settings are refused before the model is made, which takes minutes.
-        load_config(settings)
+        trainer = load_config(settings).trainer
         try:
             demo.make_model()
             if not options.only_model:
                 step("train", *settings)
+                show(Path(trainer.default_local_dir, trainer.experiment_name))
         except StepFailed as failure:
             return failure.code
         return 0

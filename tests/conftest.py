@@ -130,6 +130,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct: the one in SLIPSTREAM_SMOLLM2, else the demo's."""
+    folder = Path(os.environ.get("SLIPSTREAM_SMOLLM2", ROOT / "models" / "smollm2"))
+    if not (folder / "config.json").is_file():
+        pytest.fail(f"SmolLM2-135M-Instruct is not in {folder}; set SLIPSTREAM_SMOLLM2 to a folder with this model")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty database of MLflow to copy; making its tables takes seconds."""
     from mlflow.tracking import MlflowClient

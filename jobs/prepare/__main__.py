@@ -10,12 +10,27 @@ from typing import Any, NoReturn
 
 from jobs.command import called
 from jobs.entry import command
-from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math, pairs
+from jobs.prepare import (
+    calculator,
+    convert,
+    countdown,
+    gsm8k,
+    guess_number,
+    hellaswag,
+    hh_rlhf,
+    higher_lower,
+    lookup,
+    math,
+    pairs,
+    reverse_text,
+    sums,
+)
 
 DATASETS: dict[str, Any] = {
     "calculator": calculator,
     "countdown": countdown,
     "gsm8k": gsm8k.DATA,
+    "guess_number": guess_number,
     "hellaswag": hellaswag.DATA,
     "hh_rlhf": hh_rlhf.DATA,
     "higher_lower": higher_lower,
@@ -23,6 +38,8 @@ DATASETS: dict[str, Any] = {
     "lookup": lookup,
     "math": math.DATA,
     "pairs": pairs,
+    "reverse_text": reverse_text,
+    "sums": sums,
 }
 
 

@@ -62,7 +62,7 @@ class LoraConfig:
             ),
             f"{{model.lora.rank}} is above {LARGEST_ALONE}, the limit of an engine's adapter; set "
             "model.lora.weight_sync=merged": self.alone and self.rank > LARGEST_ALONE,
-            "{model.lora.rank} needs the Python package peft on every node: pip install 'slipstream-rl[lora]'": (
+            "{model.lora.rank} needs the Python package peft on every node: pip install peft": (
                 self.rank and importlib.util.find_spec("peft") is None
             ),
             "{model.lora.target_modules} must be all-linear, a list of names or a regular expression": (

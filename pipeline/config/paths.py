@@ -102,7 +102,8 @@ def named_folder(path: str, key: str | None = None) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ValueError(f"{label} is a file; give a folder or a Hub name")
+        made = f", or make a folder: python -m jobs.from_gguf {path} --out DIR" if folder.suffix == ".gguf" else ""
+        raise ValueError(f"{label} is a file; give a folder or a Hub name{made}")
     first, separator, _ = path.partition("/")
     begins_with_a_folder = separator and (first in OUR_FOLDERS or Path(first).is_dir())
     if begins_with_a_folder or not HUB_NAME.fullmatch(path):

@@ -158,7 +158,8 @@ class RolloutConfig:
             "{rollout.num_gpus}: an engine uses one GPU or a part of one; to split its model over several, set "
             "rollout.num_gpus=1 and rollout.tensor_parallel_size to their number": self.num_gpus > 1,
             "{rollout.tensor_parallel_size} splits a model over GPUs, each of which the engine must own, but "
-            "{rollout.num_gpus}; set it to 1": split and self.num_gpus < 1,
+            "{rollout.num_gpus} is a part of one; set it to 1, or {rollout.tensor_parallel_size} to 1": split
+            and self.num_gpus < 1,
             "{rollout.tensor_parallel_size} with {rollout.min_engines} and {rollout.max_engines}: an elastic pool "
             "cannot hold engines of several GPUs; leave both at null": split and self.elastic,
             "{rollout.gpu_memory_utilization} leaves a GPU engine no memory; set it above 0": (

@@ -59,8 +59,8 @@ FILES = ("model", "prompts", "code")
 LOGGERS = {
     "console": ("rich", "pip install rich"),
     "mlflow": ("mlflow", "pip install mlflow"),
-    "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install 'slipstream-rl[tensorboard]'"),
+    "wandb": ("wandb", "pip install wandb"),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
 }
 """Trackers by name, each with the Python package that it needs and the command that installs the package."""
 
@@ -221,8 +221,9 @@ class TrainerConfig:
             "it above 0.5, such as 0.6 with rollout.num_gpus=0.4": (
                 self.use_gpu and self.num_workers > 1 and self.gpus_per_worker <= 0.5
             ),
-            "{trainer.weight_transport} needs the Python package nixl on every node: "
-            "pip install 'slipstream-rl[nixl]'": (nixl and importlib.util.find_spec("nixl") is None),
+            "{trainer.weight_transport} needs the Python package nixl on every node: pip install nixl": (
+                nixl and importlib.util.find_spec("nixl") is None
+            ),
         }
         variables = {f"{name} of the environment": os.environ.get(name, "") for name in ALLOCATOR}
         variables |= {f"trainer.env_vars.{variable}": value for variable, value in self.env_vars.items()}

@@ -60,6 +60,10 @@ class TokenBatch:
         """[K] int64, number of the row that each context belongs to, for context numbers `contexts` [K]."""
         return np.searchsorted(self.context_offsets, contexts, side="right") - 1
 
+    def places(self, tokens: np.ndarray) -> np.ndarray:
+        """[K] int64, number of response tokens before each of the tokens `tokens` [K] in its context."""
+        return tokens - self.response_offsets[np.searchsorted(self.response_offsets, tokens, side="right") - 1]
+
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
         """Return the number of tokens of each pack: one prompt, and the responses of all contexts in the pack.
 

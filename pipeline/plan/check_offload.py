@@ -32,7 +32,7 @@ def problems(
             f"{place} keeps a GPU's training state in host memory, but {{trainer.use_gpu}}; set the first to none": (
                 fsdp.offload != "none" and not use_gpu
             ),
-            f"{state} needs the Python package torchao on every node: pip install 'slipstream-rl[torchao]'": (
+            f"{state} needs the Python package torchao on every node: pip install torchao": (
                 small and importlib.util.find_spec("torchao") is None
             ),
             f"{state} with {place}: the step of 8-bit state runs on the device that holds the state; use one of them": (

@@ -107,7 +107,11 @@ def stage_resources(stage: Stage) -> str:
 
 def _algorithm(config: Config) -> Iterator[str]:
     yield f"{config.algorithm.adv_estimator} advantages"
-    yield f"{config.actor.policy_loss.loss_mode} loss"
+    yield f"{config.actor.policy_loss.loss_mode} loss ({config.actor.loss_agg_mode})"
+    correction = config.algorithm.rollout_correction
+    for name, mode in (("rollout_is", correction.rollout_is), ("rollout_rs", correction.rollout_rs)):
+        if mode is not None:
+            yield f"correction {name}={mode}"
     if uses_critic(config):
         yield f"a critic from {config.critic.path or config.model.path}"
     if reads_reference(config):

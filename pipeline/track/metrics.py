@@ -16,6 +16,8 @@ from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_o
 
 PART = re.compile("reward/.*/mean", re.DOTALL)
 """Pattern of the metrics that are means of reward parts."""
+PLACES = (0, 16, 64, 256, 1024, 4096, 16384)
+"""First tokens of the ranges of a response for which the gap between engine and trainer has a metric."""
 MOST_PARTS = 32
 """Maximum number of reward parts that get their own metric: the first ones by name."""
 
@@ -212,7 +214,7 @@ def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stat
     }
 
 
-def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
+def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any, places: Any) -> Stats:
     """Compare the engine's log-probs with the trainer's, as numpy arrays or CPU tensors.
 
     A difference that is not a number counts as infinite (log-probs) or as 1 (probabilities), so that a NaN cannot pass
@@ -222,6 +224,7 @@ def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
         rollout_log_probs: [N] log-probs by the engine.
         log_probs: [N] log-probs by the trainer before any update.
         mask: [N], 1 for the tokens to compare.
+        places: [N] int, number of response tokens before each token.
     """
     keep = np.asarray(mask) > 0
     engine = np.asarray(rollout_log_probs, dtype=np.float64)[keep]
@@ -248,4 +251,9 @@ def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
         dp, dq = p - p.mean(), q - q.mean()
         moments = (len(p), p.mean(), q.mean(), (dp**2).sum(), (dq**2).sum(), (dp * dq).sum())
         stats["training/rollout_actor_probs_pearson_corr"] = Stat("corr", tuple(float(m) for m in moments))
+    part = np.searchsorted(PLACES, np.asarray(places)[keep], side="right") - 1
+    sums, counts = np.bincount(part, weights=log_gap), np.bincount(part)
+    for first, total, count in zip(PLACES, sums, counts, strict=False):
+        if count:
+            stats[f"training/rollout_log_probs_diff/from_{first}"] = mean(total, count)
     return stats

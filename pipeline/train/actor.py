@@ -2,6 +2,9 @@
 
     [recompute old log-probs ─► off-policy correction] ─► per mini-batch: [choose tokens] ─► loss ─► step
 
+If an iteration has one step, the policy has not moved before it. The pass of the step then also computes the old
+log-probs, unless the correction or the loss needs them earlier, and only rows that skip it have a pass of their own.
+
 Rows whose advantages are all 0 (in groups of equal rewards) add nothing to most losses, but count in the normalisation.
 If the loss allows it, they skip the forward and backward pass; the optimiser step is the same.
 """
@@ -71,6 +74,12 @@ class Actor(Learner):
         self.skips_without_advantage = self.loss.of_pairs or (
             self.loss.zero_without_advantage and not config.entropy_coeff and not config.use_kl_loss
         )
+        self.in_one_pass = (
+            self.needs_old_log_probs
+            and shape.steps == 1
+            and not (self.correction.active or self.loss.of_pairs or self.loss.token_mask_fn)
+        )
+        """True if the pass of the only step computes the old log-probs, too."""
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -109,18 +118,21 @@ class Actor(Learner):
             rows.pair_margin = np.zeros(len(rows.mask), dtype=np.float32)
         if not self.needs_old_log_probs:
             return {}
-        entropies = []
-        for batch in self.micro_batches(rows, list(range(len(rows)))):
+        index = list(range(len(rows)))
+        if self.in_one_pass:
+            index = sorted({*index} - {*self.rows_to_train(rows, index, 0)})
+        stats = []
+        for batch in self.micro_batches(rows, index):
             log_probs, entropy = self._forward(batch, with_entropy=True)
             rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
-            entropies.append(_entropy_stats(entropy, batch))
+            stats += [_entropy_stats(entropy, batch), _gap(rows, batch, log_probs, rows.mask)]
         if self.correction.active:
             # Normalised weights need all ranks' rows of the whole iteration, which are never streamed.
             corrected = self._correct(rows, self.all_reduce if self.correction.normalize else None)
             if corrected.weights is not None:
                 rows.weights = corrected.weights.astype(np.float32)
             rows.loss_mask = corrected.keep.astype(np.float32)
-        return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *entropies])
+        return merge(stats)
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
         """Compute the metrics of the off-policy correction, some of them over all ranks' rows; a collective."""
@@ -178,12 +190,16 @@ class Actor(Learner):
             for side in tokens:
                 rows.pair_margin[side] = margin
 
-    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
+    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
         """See `Learner.backward`."""
         config = self.config
-        # Recomputed old log-probs bring the entropy of the policy before the first step.
-        log_probs, entropy = self._forward(batch, bool(config.entropy_coeff) or not self.needs_old_log_probs)
+        # Old log-probs that were recomputed earlier have brought the entropy of the policy before the first step.
+        first_seen = self.in_one_pass or not self.needs_old_log_probs
+        log_probs, entropy = self._forward(batch, bool(config.entropy_coeff) or first_seen)
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
+        if self.in_one_pass:
+            batch.old_log_probs = log_probs.detach()
+            rows.old_log_probs[batch.token_index] = batch.old_log_probs.cpu().numpy()
         if not self.needs_old_log_probs and self.correction.active:
             corrected = self._correct_batch(batch, log_probs)
             stats |= corrected.stats
@@ -213,10 +229,10 @@ class Actor(Learner):
         stats["actor/pg_loss"] = Stat("sum", (pg_loss.item() * weight,))
         stats["actor/loss"] = Stat("sum", (loss.item() * weight,))
         stats |= {f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()}
-        if not self.needs_old_log_probs:
+        if first_seen:
             stats |= _entropy_stats(entropy, batch)
-        if self._shows_gap(number):
-            stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
+        if self.in_one_pass or self._shows_gap(number):
+            stats |= _gap(rows, batch, log_probs, rows.loss_mask)
         return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
     def _forward(self, batch: MicroBatch, with_entropy: bool, module: Policy | None = None) -> tuple[Tensor, Tensor]:
@@ -255,6 +271,13 @@ class Actor(Learner):
         current = log_probs.detach().double().cpu().numpy()
         engine, mask = batch.rollout_log_probs.cpu().numpy(), batch.loss_mask.cpu().numpy()
         return correct(self.correction, current, engine, mask, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _gap(rows: TrainBatch, batch: MicroBatch, log_probs: Tensor, mask: np.ndarray) -> Stats:
+    """Metrics of the gap between the engine's log-probs and the trainer's, `log_probs` [N], over tokens in `mask`."""
+    tokens = batch.token_index
+    trainer = log_probs.detach().cpu()
+    return log_prob_gap(rows.rollout_log_probs[tokens], trainer, mask[tokens], rows.places(tokens))
 
 
 def _entropy_stats(entropy: Tensor, batch: MicroBatch) -> Stats:

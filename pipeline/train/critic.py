@@ -45,7 +45,7 @@ class Critic(Learner):
         super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 
-    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
+    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
         """See `Learner.backward`. Raises ValueError if the rows have no old values."""
         if batch.values is None:
             raise ValueError(

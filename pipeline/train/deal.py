@@ -118,7 +118,7 @@ class Dealer:
             unit=samples if actor.shares_prompts or actor.loss.of_pairs else 1,
             hidden_size=int(actor.module.decoder.config.get_text_config().hidden_size),
             skips=actor.skips_without_advantage,
-            idle=others / (others + 3.0 * actor.shape.epochs),
+            idle=others / (others + 3.0 * actor.shape.epochs - actor.in_one_pass),
             same_rows=actor.mesh.same_rows,
         )
 

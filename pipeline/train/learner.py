@@ -108,8 +108,8 @@ class Learner(ABC):
         return index
 
     @abstractmethod
-    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """Run the forward and backward pass of a micro-batch in step `number` of the iteration.
+    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
+        """Run the forward and backward pass of a micro-batch of `rows` in step `number` of the iteration.
 
         Returns:
             metrics, and the number of tokens in the loss mask that the off-policy correction rejected in this pass. The

@@ -49,7 +49,7 @@ class GradAccumulator:
         learner.select_tokens(rows, index)
         trained = learner.rows_to_train(rows, index, self._number)
         for batch in learner.micro_batches(rows, trained, learner.shape.whole_rows):
-            self._backward(batch)
+            self._backward(rows, batch)
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
@@ -61,7 +61,7 @@ class GradAccumulator:
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
-            self._backward(learner.collate(rows, []))
+            self._backward(rows, learner.collate(rows, []))
         tokens, sequences = learner.all_reduce(self._counts.tolist())
         factor = 1.0 / agg_divisor(learner.shape.agg_mode, tokens, sequences)
         with torch.no_grad():
@@ -74,8 +74,8 @@ class GradAccumulator:
         }
         return merge([stats, learner.optimizer_step(tokens, self._rejected)])
 
-    def _backward(self, batch: MicroBatch) -> None:
-        stats, rejected = self._learner.backward(batch, self._number)
+    def _backward(self, rows: TrainBatch, batch: MicroBatch) -> None:
+        stats, rejected = self._learner.backward(rows, batch, self._number)
         self._stats.append(stats)
         self._rejected += rejected
 

@@ -55,7 +55,7 @@ def nixl_agent() -> Any:
     except ImportError as error:
         raise ImportError(
             f"trainer.weight_transport=nixl needs the Python package nixl on every node, and it cannot be imported "
-            f"here ({error}): pip install 'slipstream-rl[nixl]'"
+            f"here ({error}): pip install nixl"
         ) from error
     return nixl_agent(f"weights-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
 

@@ -59,6 +59,10 @@ def test_folders(home: Path, named: Named) -> None:
     with pytest.raises(ValueError) as refused:
         model_folder("file")
     named(refused.value, "file")
+    Path("file.gguf").touch()
+    with pytest.raises(ValueError) as refused:
+        model_folder("file.gguf")
+    named(refused.value, "file.gguf jobs.from_gguf")
 
 
 def test_home_in_arguments_and_settings(home: Path) -> None:

@@ -14,6 +14,8 @@ from jobs.demo import SFT, TASKS, Demo, main
 from jobs.prepare.__main__ import DATASETS, Parser
 from pipeline.config import load, load_config
 from pipeline.config.supervised import SFTConfig
+from tests.recordings import record
+from tests.track.run_folders import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,12 +32,20 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             made = Path(words[0].removeprefix("out="), "config.json")
         else:
             made = Path(words[words.index("--out") + 1], "config.json") if "--out" in words else Path("run")
-        made = made.with_name("sft_train.parquet") if job == "prepare" else made
+        if job == "prepare":
+            made = made.with_name("train.parquet" if words[0] == "sums" else "sft_train.parquet")
         made.parent.mkdir(parents=True, exist_ok=True)
         made.touch()
 
     monkeypatch.chdir(tmp_path)
+
+    def fetch(folder: Path) -> Path:
+        taken.append(["fetch"])
+        return folder / "smollm2.gguf"
+
     monkeypatch.setattr(demo, "step", step)
+    monkeypatch.setattr(demo, "fetch", fetch)
+    monkeypatch.setattr(demo, "show", lambda run_dir: taken.append(["show", str(run_dir)]))
     return taken
 
 
@@ -44,8 +54,9 @@ def test_a_demo_makes_a_model_once_and_trains_it(task: str, steps: list[list[str
     assert main(["--task", task, "--seed", "3", "--only-model"]) == 0
     assert [job for job, *_ in steps] == ["prepare", "tiny", "sft"]
     assert main(["--task", task, "--seed", "3", "trainer.total_training_steps=2"]) == 0
-    (job, *settings) = steps[-1]
-    assert len(steps) == 4 and job == "train" and settings[-1] == "trainer.total_training_steps=2"
+    (job, *settings), shown = steps[3:]
+    assert job == "train" and settings[-1] == "trainer.total_training_steps=2"
+    assert shown == ["show", f"runs/{task.replace('_', '-')}-cpu-3"]
     config = load_config(settings)
     assert config.trainer.experiment_name == f"{task.replace('_', '-')}-cpu-3" and config.trainer.seed == 3
     assert config.model.path == steps[2][1].removeprefix("out=")
@@ -53,7 +64,67 @@ def test_a_demo_makes_a_model_once_and_trains_it(task: str, steps: list[list[str
     # A part of the demo that exists is not made again.
     Path(f"data/{task}-3/sft_train.parquet").unlink()
     assert main(["--task", task, "--seed", "3", "--only-model"]) == 0
-    assert [job for job, *_ in steps[4:]] == ["prepare"]
+    assert [job for job, *_ in steps[5:]] == ["prepare"]
+
+
+def test_a_pretrained_model_is_fetched_once_and_learns_sums(steps: list[list[str]]) -> None:
+    assert main(["--model", "smollm2", "--seed", "3", "trainer.default_local_dir=elsewhere"]) == 0
+    prepare, fetch, convert, (job, *settings), shown = steps
+    assert prepare == ["prepare", "sums", "--out", "data/sums-3", "--seed", "3"] and fetch == ["fetch"]
+    assert convert == ["from_gguf", "models/smollm2.gguf", "--out", "models/smollm2"]
+    config = load_config(settings)
+    assert job == "train" and config.trainer.experiment_name == "sums-smollm2-3" and config.trainer.seed == 3
+    assert config.model.path == "models/smollm2" and config.data.val_files == "data/sums-3/test.parquet"
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.optim.lr) == (16, 8, 1e-5)
+    assert shown == ["show", "elsewhere/sums-smollm2-3"]
+    assert main(["--model", "smollm2", "--seed", "3", "--only-model"]) == 0 and len(steps) == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "folder", "tag", "jobs"),
+    [
+        ("mine/Some.Q4_0.gguf", "models/Some.Q4_0", "Some.Q4_0", ["prepare", "from_gguf"]),
+        ("mine/folder", "mine/folder", "folder", ["prepare"]),
+        ("owner/Model-1B", "owner/Model-1B", "Model-1B", ["prepare"]),
+    ],
+)
+def test_a_model_of_ones_own_is_not_fetched(
+    model: str, folder: str, tag: str, jobs: list[str], steps: list[list[str]]
+) -> None:
+    assert main(["--model", model]) == 0
+    assert [job for job, *_ in steps] == [*jobs, "train", "show"]
+    settings = steps[-2][1:]
+    assert f"model.path={folder}" in settings and f"trainer.experiment_name=sums-{tag}-1" in settings
+
+
+def test_the_model_and_the_task_are_one_choice(steps: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", "smollm2", "--task", "lookup"])
+    assert "not allowed with argument" in capsys.readouterr().err and not steps
+
+
+def test_a_model_that_cannot_be_had_ends_the_demo(
+    steps: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(folder: Path) -> Path:
+        raise OSError("SmolLM2 could not be downloaded")
+
+    monkeypatch.setattr(demo, "fetch", fetch)
+    assert main(["--model", "smollm2"]) == 2
+    assert "SmolLM2 could not be downloaded" in capsys.readouterr().err
+    assert [job for job, *_ in steps] == ["prepare"]
+
+
+def test_the_end_shows_figures_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", {"iteration": 0, "val-core/countdown/acc/mean@1": 0.25}, {"iteration": 2})
+    demo.show(run)
+    out = capsys.readouterr().out
+    assert "validation countdown" in out and "2 iterations" in out and "prompt" not in out
+    for version in (0, 2):
+        record(run, [version], split="val", chunk=-1, iteration=version)
+    demo.show(run)
+    out = capsys.readouterr().out
+    assert "version 0" in out and "version 2" in out and "question 0" in out
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -122,3 +193,4 @@ def test_an_interrupted_demo_waits_for_its_step(tmp_path: Path) -> None:
 def test_make_demo_is_the_command() -> None:
     recipe = (ROOT / "Makefile").read_text()
     assert "DEMO := slipstream.py demo" in recipe and "jobs.tiny" not in recipe
+    assert "demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED)" in recipe

@@ -158,6 +158,9 @@ def test_memory_of_a_critic(tmp_path):
     assert both.scorer_weights == {"reference": (1600 + 64) * 4, "value": DECODER * 4}
     text = shown(*model, *PPO)
     assert f"a critic from {tmp_path}, KL to {tmp_path} in reward" in text
+    assert "vanilla loss (token-mean), a critic" in text
+    other = shown(*model, "actor.loss_agg_mode=seq-mean-token-mean", "algorithm.rollout_correction.rollout_is=token")
+    assert "vanilla loss (seq-mean-token-mean), correction rollout_is=token" in other
     assert "logits 1 MiB, critic 7 KiB" in text and "memory of a value replica" in text
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from pipeline.config import Config
 from pipeline.plan.plan import plan
 from pipeline.plan.warnings import largest_gain, notes
-from tests.plan.test_checks import good
+from tests.plan import test_checks
 
 STALE = "algorithm.max_staleness"
 BYPASS = "actor.old_log_probs=engine"
@@ -36,6 +37,10 @@ ALONE = (
 """Settings that do nothing unless another one is set."""
 
 
+def good(*overrides: str) -> Config:
+    return test_checks.good("rollout.dtype=float32", *overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
@@ -59,6 +64,7 @@ ALONE = (
         ("rollout.num_engines=65", "rollout.num_engines | rollout.num_engines"),
         ("rollout.num_engines=3", "rollout.num_engines"),
         ("rollout.weight_update=in_flight", "rollout.weight_update"),
+        ("rollout.dtype=bfloat16", "rollout.dtype rollout.num_gpus"),
         ("data.sampler=solve_rate", "data.sampler"),
         (f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=16", "actor.parallel.tensor"),
         (
@@ -144,6 +150,9 @@ def test_an_estimator_of_turns_fits_episodes():
     "overrides",
     [
         *("", f"{STALE}=1", f"{STALE}=4", f"{STALE}=1 {BYPASS}"),
+        "rollout.dtype=bfloat16 model.dtype=bfloat16",
+        "rollout.dtype=bfloat16 actor.fsdp.param_dtype=bfloat16",
+        "rollout.dtype=bfloat16 rollout.num_gpus=1",
         f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=2 actor.parallel.sequence=4",
         f"{ON_GPUS} trainer.num_workers=6 actor.parallel.tensor=3 data.train_batch_size=48 {ONE}",
         "trainer.num_workers=16 actor.parallel.tensor=16",

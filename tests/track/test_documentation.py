@@ -21,7 +21,7 @@ from pipeline.losses.registry import LossInput
 from pipeline.models.batch import TrainBatch
 from pipeline.stats import Stats
 from pipeline.track.history import RENAMED
-from pipeline.track.metrics import iteration_metrics, log_prob_gap, missing_rates
+from pipeline.track.metrics import PLACES, iteration_metrics, log_prob_gap, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.train.correction import RULES, correct, parse
 from pipeline.train.setup import build_actor, build_critic
@@ -56,7 +56,7 @@ def rows_and_validation() -> set[str]:
         found = iteration_metrics(table(*rows))
         made |= {re.sub("^agent/tool/.*", "agent/tool/{tool}", name) for name in found}
         made |= set(sequence_balance(table(*rows)))
-    made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 3, 2)}
+    made |= {*log_prob_gap([-1.0] * 7, [-1.1] * 7, [1] * 7, PLACES), *derived(TIMES, 6, 4, 3, 2)}
     ages = iteration_metrics(table(*ROWS), max_staleness=1)
     made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
     made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))

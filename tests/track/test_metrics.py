@@ -199,17 +199,20 @@ def test_kinds_must_agree():
         merge([{"x": Stat("max", (1.0,))}, {"x": Stat("min", (1.0,))}])
 
 
+GAP = "training/rollout_log_probs_diff"
+
 log_probs = st.floats(-8, 0)
+places = st.integers(0, 300)
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(log_probs, log_probs, st.booleans(), st.integers(0, 2)), min_size=1, max_size=40))
+@given(st.lists(st.tuples(log_probs, log_probs, st.booleans(), st.integers(0, 2), places), min_size=1, max_size=40))
 def test_gap_against_plain_formulas_whatever_the_split(tokens):
     def gap(some):
-        return log_prob_gap(*(np.array([t[i] for t in some], dtype=np.float64) for i in range(3)))
+        return log_prob_gap(*(np.array([t[i] for t in some], dtype=np.float64) for i in (0, 1, 2, 4)))
 
     got = reduce(gap([t for t in tokens if t[3] == part]) for part in range(3))
-    kept = [(e, t) for e, t, keep, _ in tokens if keep]
+    kept = [(e, t) for e, t, keep, _, _ in tokens if keep]
     if not kept:
         assert got == {}
         return
@@ -221,6 +224,10 @@ def test_gap_against_plain_formulas_whatever_the_split(tokens):
     assert got["training/rollout_probs_diff_std"] == pytest.approx(statistics.pstdev(diffs), abs=1e-12)
     assert got["training/rollout_log_probs_diff_mean"] == pytest.approx(statistics.fmean(logs))
     assert got["training/rollout_log_probs_diff_max"] == max(logs)
+    for first, last in ((0, 15), (16, 63), (64, 255), (256, 1023)):
+        inside = [abs(e - t) for e, t, keep, _, place in tokens if keep and first <= place <= last]
+        found = got.get(f"training/rollout_log_probs_diff/from_{first}")
+        assert found == (pytest.approx(statistics.fmean(inside)) if inside else None)
     if len(kept) > 1 and statistics.pstdev(p) > 1e-4 and statistics.pstdev(q) > 1e-4:
         expected = statistics.correlation(p, q)
         assert got["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, abs=1e-6)
@@ -228,23 +235,37 @@ def test_gap_against_plain_formulas_whatever_the_split(tokens):
 
 def test_gap_of_equal_tensors_and_of_constants():
     same = torch.tensor([-1.0, -2.0, -0.5])
-    got = reduce([log_prob_gap(same, same.clone(), torch.ones(3))])
+    got = reduce([log_prob_gap(same, same.clone(), torch.ones(3), range(3))])
     assert got["training/rollout_log_probs_diff_max"] == 0.0
     assert got["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
     for n in (2, 3, 7, 10, 100):  # the rounded mean of some of these differs from the constant
         constant, other = torch.full((n,), math.log(0.1)), -torch.arange(1.0, n + 1)
-        parts = [log_prob_gap(constant, other, torch.ones(n)), log_prob_gap(constant[:1], other[:1], torch.ones(1))]
+        parts = [
+            log_prob_gap(constant, other, torch.ones(n), range(n)),
+            log_prob_gap(constant[:1], other[:1], torch.ones(1), [0]),
+        ]
         assert "training/rollout_actor_probs_pearson_corr" not in reduce(parts)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_gap_that_is_no_number_is_infinite_where_the_mask_counts_it(bad):
-    got = reduce([log_prob_gap([-1.0, bad, bad], [-1.0, -2.0, bad], [1, 1, 0])])
+    got = reduce([log_prob_gap([-1.0, bad, bad], [-1.0, -2.0, bad], [1, 1, 0], range(3))])
     assert got["training/rollout_log_probs_diff_max"] == math.inf
     assert not any(math.isnan(value) for value in got.values())
-    both = reduce([log_prob_gap([bad, -1.0], [bad, -1.5], [1, 0])])
+    both = reduce([log_prob_gap([bad, -1.0], [bad, -1.5], [1, 0], range(2))])
     assert both["training/rollout_log_probs_diff_max"] == math.inf
-    assert reduce([log_prob_gap([-1.0, bad], [-1.5, 0.0], [1, 0])])["training/rollout_log_probs_diff_max"] == 0.5
+    good = reduce([log_prob_gap([-1.0, bad], [-1.5, 0.0], [1, 0], range(2))])
+    assert good["training/rollout_log_probs_diff_max"] == 0.5
+
+
+def test_the_gap_by_position_in_the_response():
+    """Ranges begin at tokens 0, 16, 64, 256, 1,024, 4,096 and 16,384; the last one has no end."""
+    tokens = {0: 0.1, 15: 0.3, 16: 0.5, 63: 0.7, 64: 1.0, 300: 9.0, 16383: 2.0, 16384: 3.0, 99999: 5.0}
+    gaps, mask = np.array(list(tokens.values())), np.array([place != 300 for place in tokens])
+    got = reduce([log_prob_gap(-gaps, np.zeros(len(gaps)), mask, list(tokens))])
+    by_place = {name.rpartition("_")[2]: got[name] for name in got if name.startswith(f"{GAP}/")}
+    expected = {"0": 0.2, "16": 0.6, "64": 1.0, "4096": 2.0, "16384": 4.0}
+    assert by_place == pytest.approx(expected)
 
 
 def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():

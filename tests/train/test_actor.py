@@ -1,6 +1,7 @@
 """The actor's update against a formula written out on padded tensors."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +15,13 @@ from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
 from pipeline.stats import reduce
 from pipeline.train.setup import build_actor
+from pipeline.train.update import StreamedUpdate
 from tests.train.plain import aggregate, gradient_norm, padded, plain_log_probs
 from tests.train.updates import (
     CPU,
     assert_same,
+    assert_same_metrics,
+    in_chunks,
     make_config,
     masked,
     moved,
@@ -25,6 +29,8 @@ from tests.train.updates import (
     trained,
     update,
     with_column,
+    with_contexts,
+    without_advantage,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -93,11 +99,11 @@ def test_the_temperature_is_the_samplers(tiny_model: Path) -> None:
 
 
 def test_engine_and_recomputed_log_probs_agree_when_the_engine_is_exact(tiny_model: Path) -> None:
-    actor = build_actor(make_config(tiny_model, old_log_probs="recompute"), CPU, 1)
+    options = {"ppo_epochs": 2, "ppo_mini_batch_size": 4}
+    actor = build_actor(make_config(tiny_model, old_log_probs="recompute", **options), CPU, 1)
     rows = TrainBatch.from_table(table())
     actor.compute_old_log_probs(rows)
     exact = with_column(table(), "rollout_log_probs", rows.old_log_probs)
-    options = {"ppo_epochs": 2, "ppo_mini_batch_size": 4}
     _, by_engine = trained(make_config(tiny_model, old_log_probs="engine", **options), exact)
     metrics, by_trainer = trained(make_config(tiny_model, old_log_probs="recompute", **options), exact)
     assert_same(by_engine, by_trainer)
@@ -114,6 +120,79 @@ def test_recomputed_log_probs_stay_those_of_before_the_update(tiny_model: Path) 
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)  # one step: the policy has not moved yet
     metrics, _ = trained(make_config(tiny_model, old_log_probs="recompute", ppo_epochs=3), table())
     assert abs(metrics["actor/ppo_kl"]) > 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_mode": "gspo"}, {"entropy_coeff": 0.05}], ids=str)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_pass_of_an_only_step_computes_the_old_log_probs_too(
+    tiny_model: Path, changes: dict[str, Any], parts: int
+) -> None:
+    """Weights, metrics and recorded log-probs are the same, and no row passes twice before the step."""
+    rows = without_advantage(table())
+    results, passed = [], []
+    for in_one_pass in (True, False):
+        settings = dict(changes)
+        loss = settings.pop("loss_mode", "vanilla")
+        config = make_config(tiny_model, old_log_probs="recompute", **settings)
+        config.actor.policy_loss.loss_mode = loss
+        actor = build_actor(config, CPU, 1)
+        assert actor.in_one_pass
+        actor.in_one_pass = in_one_pass
+        tokens: list[int] = []
+        forward = actor._forward
+        actor._forward = lambda batch, *more, f=forward, t=tokens, **named: (  # type: ignore[method-assign]
+            t.append(len(batch.targets)) or f(batch, *more, **named)
+        )
+        made = StreamedUpdate(actor, parts)
+        for part in [rows] if parts == 1 else in_chunks(rows):
+            made.add(TrainBatch.from_table(part))
+        metrics = reduce([made.finish()])
+        results.append((full_state_dict(actor.module), metrics, made.rows.old_log_probs))
+        passed.append(sum(tokens))
+    (weights, metrics, log_probs), (weights_2, metrics_2, log_probs_2) = results
+    assert_same(weights, weights_2)
+    assert_same_metrics(metrics, metrics_2)
+    np.testing.assert_allclose(log_probs, log_probs_2, atol=1e-5)
+    assert metrics["actor/ppo_kl"] == 0.0
+    count = int(TrainBatch.from_table(rows).mask.sum())
+    assert passed[0] == count < passed[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ppo_epochs": 2}, {"ppo_mini_batch_size": 4}, {"old_log_probs": "engine"}, {"loss_mode": "clip_cov"}, {"tis": 1}],
+    ids=str,
+)
+def test_old_log_probs_have_a_pass_of_their_own_if_they_are_needed_earlier(
+    tiny_model: Path, changes: dict[str, Any]
+) -> None:
+    loss, tis = changes.pop("loss_mode", "vanilla"), changes.pop("tis", 0)
+    config = make_config(tiny_model, **{"old_log_probs": "recompute", **changes})
+    config.actor.policy_loss.loss_mode = loss
+    if tis:
+        config.algorithm.rollout_correction.rollout_is = "token"
+    assert not build_actor(config, CPU, 1).in_one_pass
+
+
+def test_the_gap_is_measured_at_the_places_of_the_response(tiny_model: Path) -> None:
+    """A response of several contexts counts from the beginning of each, in any micro-batches."""
+    rows = with_contexts(table(longest=40))
+    found = []
+    for budget in (60, 4096):
+        config = make_config(tiny_model, ppo_max_token_len_per_gpu=budget)
+        actor = build_actor(config, CPU, 1)
+        batch = TrainBatch.from_table(rows)
+        metrics = reduce([update(actor, batch)])
+        found.append({name: metrics[name] for name in metrics if "/from_" in name})
+    assert len(found[0]) == 2
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    own = build_actor(make_config(tiny_model, old_log_probs="recompute", ppo_epochs=2), CPU, 1)
+    own.compute_old_log_probs(batch)
+    gap, kept = np.abs(batch.old_log_probs - batch.rollout_log_probs), batch.mask > 0
+    places = np.concatenate([np.arange(count) for count in np.diff(batch.response_offsets)])
+    for first, inside in ((0, places < 16), (16, places >= 16)):
+        expected = gap[kept & inside].mean()
+        assert found[0][f"training/rollout_log_probs_diff/from_{first}"] == pytest.approx(expected, rel=1e-4)
 
 
 # batches and steps

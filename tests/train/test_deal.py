@@ -141,9 +141,10 @@ def test_ranks_that_train_the_same_rows_get_all_of_their_group_in_one_order(deal
         assert sorted(names(one.slice(half, 8))) == sorted(names(rows.slice(half, 8)))
 
 
+@pytest.mark.parametrize("in_one_pass", [False, True])
 @pytest.mark.parametrize(("shares", "of_pairs", "unit"), [(False, False, 1), (True, False, 4), (False, True, 4)])
 def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared(
-    shares: bool, of_pairs: bool, unit: int
+    shares: bool, of_pairs: bool, unit: int, in_one_pass: bool
 ) -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64))
     actor: Any = SimpleNamespace(
@@ -154,10 +155,11 @@ def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared
         module=SimpleNamespace(decoder=SimpleNamespace(config=config)),
         mesh=SimpleNamespace(same_rows=2),
         needs_old_log_probs=True,
+        in_one_pass=in_one_pass,
         own_reference=False,
         skips_without_advantage=True,
     )
     critic: Any = SimpleNamespace(shape=SimpleNamespace(mini_batches=4, epochs=1))
     dealer = Dealer.of(actor, critic, samples=4, parts=2)
     assert (dealer.unit, dealer.segments, dealer.same_rows) == (unit, 6, 2)
-    assert dealer.idle == pytest.approx(4 / 7)
+    assert dealer.idle == pytest.approx(4 / (6 if in_one_pass else 7))

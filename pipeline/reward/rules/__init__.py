@@ -11,7 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pipeline.reward.rules import countdown, geo3k, gsm8k, math_boxed, math_dapo, multiple_choice, search_r1
+from pipeline.reward.rules import (
+    countdown,
+    geo3k,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    multiple_choice,
+    reverse_text,
+    search_r1,
+    sums,
+)
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 Rule = Callable[..., dict[str, Any]]
@@ -31,7 +41,9 @@ RULES: dict[str, Rule] = {
     "hiyouga/geometry3k": geo3k.compute_score,
     "Rowan/hellaswag": multiple_choice.compute_score,
     "hellaswag": multiple_choice.compute_score,
+    "reverse_text": reverse_text.compute_score,
     "searchR1_*": search_r1.compute_score,
+    "sums": sums.compute_score,
 }
 """Rules by `data_source`. A key that ends with `*` stands for all data sources that begin with the text before it."""
 

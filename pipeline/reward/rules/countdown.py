@@ -28,13 +28,13 @@ class AnswerError(ValueError):
     """Error for an answer that is not an expression in the allowed form."""
 
 
-def extract_answer(solution_str: str) -> str | None:
+def extract_answer(solution_str: str, opening: str = OPEN, closing: str = CLOSE) -> str | None:
     """Return the text in the last closed `<answer>...</answer>`, or None without it. Takes linear time."""
-    start = solution_str.rfind(OPEN, 0, max(solution_str.rfind(CLOSE), 0))
+    start = solution_str.rfind(opening, 0, max(solution_str.rfind(closing), 0))
     if start < 0:
         return None
-    start += len(OPEN)
-    return solution_str[start : solution_str.find(CLOSE, start)]
+    start += len(opening)
+    return solution_str[start : solution_str.find(closing, start)]
 
 
 def tokenize(answer: str) -> list[int | str]:

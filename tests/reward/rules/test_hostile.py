@@ -13,7 +13,11 @@ from pipeline.reward.rules.budget import budget_of
 
 LIMIT = 2.0  # CPU seconds
 MATHS = ["lighteval/MATH", "numina_olympiads", "math_dapo", "hiyouga/geometry3k"]
-TRUTHS: dict[str, Any] = {"countdown": {"target": 9, "numbers": [4, 5]}, "searchR1_*": {"target": ["ninety"]}}
+TRUTHS: dict[str, Any] = {
+    "countdown": {"target": 9, "numbers": [4, 5]},
+    "searchR1_*": {"target": ["ninety"]},
+    "reverse_text": "txet",
+}
 WRONG = {"math_dapo": -1.0, "math": -1.0, "math_dapo_reasoning": -1.0, "aime*": -1.0}
 
 KB100 = 100_000
@@ -24,6 +28,7 @@ PIECES = {
     "backslashes": "\\", "open boxes": "\\boxed{", "boxes": "\\boxed{7}", "bare boxes": "\\boxed 7 ",
     "boxes without braces": "\\boxed ", "fractions": "\\frac{1}{2}", "open answers": "<answer>",
     "closed answers": "</answer>", "answers": "<answer>7</answer>", "thoughts": "<think></think>",
+    "reversed texts": "<reversed_text>a</reversed_text>", "open texts": "<reversed_text>",
     "answer lines": "Answer: 7\n", "answer words": "answer is ", "answer colons": "answer:",
     "answers and blanks": "answer        ", "dollars": "$", "signs": "+-*/", "minuses": "-", "powers": "9^",
     "python": "().__class__", "format": "%s{0}", "nul": "\0", "arabic digits": "\u0667", "combining marks": "a\u0301",
