@@ -220,6 +220,7 @@ def test_adapters_are_saved_merged_and_alone(
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
     options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}", "optim.lr=1e-2"]
     options += [f"data.val_files={files}", "data.train_batch_size=8", "trainer.num_workers=2", "model.lora.rank=8"]
+    options += ["trainer.logger=[console]"]
     found = job.run(load(SFTConfig, [*options, "trainer.total_epochs=3"], "sft"))
     assert found["val_loss"] < 5.5  # random weights give log(320) = 5.8
     assert "sft: answers end with <|endoftext|> (0) or <|im_end|> (2)" in capsys.readouterr().out
@@ -238,6 +239,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tiny_model: Path
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
     options = [f"model.path={tiny_model}", f"data.train_files={files}", f"data.val_files={files}"]
     options += ["data.val_max_samples=37", "data.train_batch_size=8", "optim.lr=3e-3", "trainer.total_epochs=2"]
+    options += ["trainer.logger=[console]"]
     results = {}
     for name, more in {
         "one": ["trainer.max_token_len_per_gpu=2048"],
