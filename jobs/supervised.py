@@ -48,6 +48,7 @@ from pipeline.supervised.folder import Beginning, beginning
 from pipeline.supervised.loop import SupervisedLoop
 from pipeline.supervised.plan import SupervisedPlan, plan
 from pipeline.track.loggers import TrackedRun, shown
+from pipeline.track.provenance import masked_command
 from pipeline.track.tracker import Tracker
 from pipeline.train.schedule import jumps
 
@@ -182,7 +183,8 @@ class Job(Generic[C]):
             started = start_ray(config)
             out.mkdir(parents=True, exist_ok=True)
             trainer, begin = config.trainer, prepared.begin
-            tracked = TrackedRun(out, to_flat(config), trainer.project_name, out.name, begin.exists)
+            names = trainer.project_name, out.name
+            tracked = TrackedRun(out, to_flat(config), *names, begin.exists, command=masked_command(command))
             tracker = Tracker(tracked, prepared.plan.steps, trainer.logger, unit="step")
             training = Training(
                 self.loop, prepared.plan, prepared.train_groups, prepared.val_groups, begin, tracker, lost
@@ -243,7 +245,7 @@ class Job(Generic[C]):
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         begin = beginning(out, config)
-        resolved = plan(config, train_groups, val_groups, self.causal)
+        resolved = plan(config, train_groups, val_groups, self.causal, self.rows_per_pass)
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
         check_settings(config.model, tokenizer)

@@ -1,6 +1,5 @@
 """The plan of a supervised run: numbers of steps and epochs, memory, and the table of `--dry-run`."""
 
-import os
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -8,7 +7,8 @@ from rich.table import Table
 from pipeline.config import Config, ConfigError
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu
-from pipeline.plan.memory import Memory, Models, estimate, shown
+from pipeline.plan.host import PROCESS, RAY, machine_memory
+from pipeline.plan.memory import Memory, Models, estimate, pass_tokens, shown
 from pipeline.plan.models import read_model
 from pipeline.plan.table import count_words, worker_parts
 from pipeline.supervised.data import CheckedRows, RowGroup
@@ -28,11 +28,8 @@ class SupervisedPlan:
     """Number of passes over the training rows, the last of them perhaps not whole."""
     memory: Memory | None
     """Memory estimates; None if the model is not a local folder with safetensors files."""
-
-    @property
-    def peak(self) -> int:
-        """Estimated memory of all train workers of a machine without GPUs, in bytes."""
-        return self.memory.train_peak * self.config.trainer.num_workers if self.memory else 0
+    pass_tokens: int = 0
+    """Maximum number of tokens in a worker's forward pass."""
 
     def render(self, checked: CheckedRows, out: str) -> Table:
         """Return the plan as a table; `checked` has the first rows, and `out` is the folder."""
@@ -66,12 +63,8 @@ class SupervisedPlan:
         memory, trainer = self.memory, self.config.trainer
         if memory is None:
             return "not estimated (no local folder with safetensors files)"
-        if trainer.use_gpu:
-            of = f" of {(local_gpu() or GPUS[DEFAULT]).words}"
-        else:
-            workers = f" x {trainer.num_workers} workers" if trainer.num_workers > 1 else ""
-            of = f"{workers} of this machine's {shown(machine_memory())}"
-        return f"{shown(memory.train_peak)}{of}: {worker_parts(memory, trainer.max_token_len_per_gpu)}"
+        of = (local_gpu() or GPUS[DEFAULT]).words if trainer.use_gpu else f"this machine's {shown(machine_memory())}"
+        return f"{shown(memory.train_peak)} of {of}: {worker_parts(memory, self.pass_tokens)}"
 
     def lacking(self) -> str | None:
         """Describe the lack of memory on this machine, or on its kind of GPU; None if there is enough."""
@@ -81,17 +74,21 @@ class SupervisedPlan:
         gpu = local_gpu() if trainer.use_gpu else None
         if trainer.use_gpu and gpu is None:
             return None
-        needed, there = (self.memory.train_peak, gpu.memory) if gpu else (self.peak, machine_memory())
+        peak = self.memory.train_peak
+        on_machine = trainer.num_workers * (peak + self.memory.train_kept + PROCESS) + RAY
+        needed, there = (peak, gpu.memory) if gpu else (on_machine, machine_memory())
         if needed <= there:
             return None
         return (
-            f"the train workers need about {shown(needed)}, and {gpu.name if gpu else 'this machine'} has "
+            f"the run needs about {shown(needed)} of memory and {gpu.name if gpu else 'this machine'} has "
             f"{shown(there)}; lower trainer.max_token_len_per_gpu={trainer.max_token_len_per_gpu}, or set "
             "model.enable_gradient_checkpointing=true"
         )
 
 
-def plan(config: SupervisedConfig, train: list[RowGroup], val: list[RowGroup], causal: bool) -> SupervisedPlan:
+def plan(
+    config: SupervisedConfig, train: list[RowGroup], val: list[RowGroup], causal: bool, sides: int
+) -> SupervisedPlan:
     """Compute the plan of a run.
 
     Args:
@@ -99,6 +96,7 @@ def plan(config: SupervisedConfig, train: list[RowGroup], val: list[RowGroup], c
         train: row groups of the training files.
         val: row groups of the validation files.
         causal: False if the language-model head is replaced by a head with one output.
+        sides: number of conversations in a row, each of at most `data.max_length` tokens.
 
     Raises:
         ConfigError: there are fewer rows than one step needs.
@@ -111,24 +109,27 @@ def plan(config: SupervisedConfig, train: list[RowGroup], val: list[RowGroup], c
             f"data.train_files holds {rows} rows, less than one data.train_batch_size={batch}; lower it or give more."
         )
     val_rows = min(val_rows, limit) if limit >= 0 else val_rows
-    return SupervisedPlan(config, rows, val_rows, steps, -(-steps * batch // rows), _memory(config, causal))
+    alike = _alike(config, sides)
+    memory, tokens = _memory(alike, causal), pass_tokens(alike)
+    return SupervisedPlan(config, rows, val_rows, steps, -(-steps * batch // rows), memory, tokens)
 
 
-def machine_memory() -> int:
-    """Return the main memory of this machine, in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _memory(config: SupervisedConfig, causal: bool) -> Memory | None:
-    """Estimate the memory of a train worker as for an RL run with the same model, optimiser and passes."""
-    model = read_model(config.model.path)
-    if model is None or not model.parameters:
-        return None
+def _alike(config: SupervisedConfig, sides: int) -> Config:
+    """Return the settings of an RL run whose train workers need as much memory."""
     alike = Config(model=config.model)
+    alike.data.train_batch_size, alike.rollout.n = config.data.train_batch_size, sides
+    alike.data.max_prompt_length, alike.data.max_response_length = 0, config.data.max_length
     alike.actor.optim, alike.actor.fsdp = config.optim, config.fsdp
     alike.actor.ppo_max_token_len_per_gpu = config.trainer.max_token_len_per_gpu
     # A head with one output has no logits of a vocabulary.
     alike.actor.logits_chunk_tokens = getattr(config.trainer, "logits_chunk_tokens", 0)
     alike.trainer.num_workers, alike.trainer.use_gpu = config.trainer.num_workers, config.trainer.use_gpu
+    return alike
+
+
+def _memory(alike: Config, causal: bool) -> Memory | None:
+    model = read_model(alike.model.path)
+    if model is None or not model.parameters:
+        return None
     policy = model if causal else model.with_value_head()
     return estimate(alike, Models(policy, critic=None, reference=policy, reward=None))

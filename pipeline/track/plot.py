@@ -7,6 +7,7 @@ and the KL to the reference policy. For a supervised run, the large panel has th
 """
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
         axes = figure.add_subplot(grid[row, :] if alone else grid[row, number % 2], sharex=scores)
         _draw_small(axes, records, metrics, name, "step" if supervised else "iteration")
         if metrics is GAPS and any(value > 0 for gap in GAPS.values() for value in column(records, gap)[1]):
-            axes.set_yscale("log")
+            _scale_by_decades(axes)
         if "" in metrics:
             axes.set_ylim(max(axes.get_ylim()[0], WORST_EXPLAINED), 1.05)
     return figure
@@ -114,6 +115,16 @@ def _supervised_panels(records: Sequence[dict[str, Any]]) -> dict[str, dict[str,
         if there := {label: name for label, name in labels.items() if column(records, name)[1]}:
             panels[title] = there
     return panels
+
+
+def _scale_by_decades(axes: "Axes") -> None:
+    """Make the y axis logarithmic, from one whole decade to another; only decades have labels."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_yscale("log")
+    low, high = (math.log10(limit) for limit in axes.get_ylim())
+    axes.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def drawable(text: str) -> str:

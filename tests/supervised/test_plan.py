@@ -27,40 +27,45 @@ def test_steps_and_epochs(tmp_path: Path, tiny_model: Path) -> None:
     files = write(tmp_path / "a.parquet", 44)
     more = ["data.train_batch_size=8", "trainer.total_epochs=2", "data.val_max_samples=5"]
     config = settings(tiny_model, files, *more)
-    found = plan(config, groups(config), groups(config), causal=True)
+    found = plan(config, groups(config), groups(config), causal=True, sides=1)
     assert (found.rows, found.val_rows, found.steps, found.epochs) == (44, 5, 11, 2)
     config.trainer.total_training_steps = 12
-    assert plan(config, groups(config), [], causal=True).epochs == 3
+    assert plan(config, groups(config), [], causal=True, sides=1).epochs == 3
     config.trainer.total_training_steps, config.data.train_batch_size = None, 90
     with pytest.raises(ConfigError, match="holds 44 rows, less than one data.train_batch_size=90"):
-        plan(config, groups(config), [], causal=True)
+        plan(config, groups(config), [], causal=True, sides=1)
 
 
 def test_memory_follows_the_model_and_the_passes(tmp_path: Path, tiny_model: Path) -> None:
     files = write(tmp_path / "a.parquet", 44)
     config = settings(tiny_model, files, "data.train_batch_size=8")
-    whole = plan(config, groups(config), [], causal=True).memory
-    scored = plan(config, groups(config), [], causal=False).memory
+    # A worker has at most 8 rows of 2,048 tokens, or of a pair two.
+    assert plan(config, groups(config), [], causal=True, sides=1).pass_tokens == 16384
+    config.data.max_length = 100
+    assert plan(config, groups(config), [], causal=True, sides=2).pass_tokens == 1600
+    config.data.max_length = 2048
+    whole = plan(config, groups(config), [], causal=True, sides=1).memory
+    scored = plan(config, groups(config), [], causal=False, sides=1).memory
     config.trainer.max_token_len_per_gpu //= 2
-    half = plan(config, groups(config), [], causal=True)
+    half = plan(config, groups(config), [], causal=True, sides=1)
     assert whole and scored and half.memory
     assert whole.train_weights == 4 * whole.parameters and whole.train_optimizer == 8 * whole.parameters
     assert half.memory.train_activations * 2 == whole.train_activations
     assert scored.train_logits < whole.train_logits
     config.trainer.num_workers = 2
-    two = plan(config, groups(config), [], causal=True).memory
+    two = plan(config, groups(config), [], causal=True, sides=1).memory
     assert two and two.train_weights * 2 == whole.train_weights
     config.model.path = "owner/name"
-    assert plan(config, groups(config), [], causal=True).memory is None
+    assert plan(config, groups(config), [], causal=True, sides=1).memory is None
 
 
 def test_a_lack_of_memory_is_said(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tiny_model, write(tmp_path / "a.parquet", 44), "data.train_batch_size=8")
-    found = plan(config, groups(config), [], causal=True)
+    found = plan(config, groups(config), [], causal=True, sides=1)
     assert found.lacking() is None
     monkeypatch.setattr(module, "machine_memory", lambda: 2**20)
     lacking = found.lacking()
-    assert lacking and "and this machine has 1 MiB; lower trainer.max_token_len_per_gpu=16384" in lacking
+    assert lacking and "of memory and this machine has 1 MiB; lower trainer.max_token_len_per_gpu=16384" in lacking
 
 
 @pytest.mark.parametrize("job", [sft, dpo, reward_model], ids=lambda job: job.__name__)

@@ -145,3 +145,15 @@ def test_a_supervised_run_shows_its_losses() -> None:
     assert _titles(figure) == ["accuracy", "gradient norm", "learning rate"]
     assert _line(figure, "val_accuracy") == ([8], [0.75])
     assert {axes.get_xlabel() for axes in figure.axes} == {"step", "minutes"}
+
+
+def test_the_gap_has_labels_at_decades_only() -> None:
+    records = _records(3)
+    for record in records[1:]:
+        record[MAX_GAP] = 0.3 + 0.05 * record["iteration"]
+    figure = draw(records, "")
+    (axes,) = [axes for axes in figure.axes if "gap" in axes.get_title(loc="left")]
+    assert axes.get_ylim() == pytest.approx((0.1, 1.0))
+    figure.canvas.draw()
+    assert not any(label.get_text() for label in axes.yaxis.get_minorticklabels())
+    assert [label.get_text() for label in axes.yaxis.get_majorticklabels() if label.get_text()]
