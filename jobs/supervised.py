@@ -92,9 +92,8 @@ class Job(Generic[C]):
         try:
             config = load(self.schema, [word for word in argv if word != DRY_RUN], self.name)
             if DRY_RUN in argv:
-                self.show_plan(config)
-            else:
-                self.run(config, command)
+                return self.show_plan(config)
+            self.run(config, command)
         except ValueError as error:
             print(f"{name}: {message(error)}", file=sys.stderr)
             return 2
@@ -177,7 +176,8 @@ class Job(Generic[C]):
         out = self._place(config)
         with owned([of_folder(out)], partial(print, flush=True)) as lost:
             prepared = self._prepare(config, out)
-            for name, text in prepared.lines:
+            lacking = prepared.plan.lacking()
+            for name, text in [*prepared.lines, *([("note", lacking)] if lacking else [])]:
                 print(f"{self.name}: {'note: ' if name == 'note' else ''}{text}", flush=True)
             logging.getLogger("ray").setLevel(logging.ERROR)
             started = start_ray(config)
@@ -211,8 +211,9 @@ class Job(Generic[C]):
                 raise RunEnded(training.problem)
             return training.metrics
 
-    def show_plan(self, config: C) -> None:
-        """Check everything that can be checked without Ray, and print the plan.
+    def show_plan(self, config: C) -> int:
+        """Check everything that can be checked without Ray, and print the plan. Returns the exit code: 2 if this
+        machine cannot run it.
 
         Raises:
             ValueError, OSError: as `run`.
@@ -227,6 +228,7 @@ class Job(Generic[C]):
         console.print(table)
         if lacking := prepared.plan.lacking():
             console.print(f"this machine cannot run it: {lacking}", soft_wrap=True)
+        return 2 if lacking else 0
 
     def _place(self, config: C) -> Path:
         """Make the paths in the settings absolute, and return the folder `out`."""

@@ -15,6 +15,9 @@ from tests.jobs.test_reward_model import write as write_pairs
 from tests.supervised.test_sft import write
 
 
+DRY = ("--dry-run", "data.train_batch_size=8")
+
+
 def settings(model: Path, files: Path, *more: str) -> SFTConfig:
     return load(SFTConfig, [f"model.path={model}", f"data.train_files={files}", *more], "sft")
 
@@ -59,11 +62,17 @@ def test_memory_follows_the_model_and_the_passes(tmp_path: Path, tiny_model: Pat
     assert plan(config, groups(config), [], causal=True, sides=1).memory is None
 
 
-def test_a_lack_of_memory_is_said(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_said(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = settings(tiny_model, write(tmp_path / "a.parquet", 44), "data.train_batch_size=8")
     found = plan(config, groups(config), [], causal=True, sides=1)
     assert found.lacking() is None
     monkeypatch.setattr(module, "machine_memory", lambda: 2**20)
+    out = f"out={tmp_path / 'out'}"
+    capsys.readouterr()
+    assert sft.main([f"model.path={tiny_model}", f"data.train_files={tmp_path / 'a.parquet'}", out, *DRY]) == 2
+    assert "this machine cannot run it: the run needs about" in capsys.readouterr().out
     lacking = found.lacking()
     assert lacking and "of memory and this machine has 1 MiB; lower trainer.max_token_len_per_gpu=16384" in lacking
 
