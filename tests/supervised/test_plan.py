@@ -14,7 +14,6 @@ from pipeline.supervised.sft import SFTEncoder
 from tests.jobs.test_reward_model import write as write_pairs
 from tests.supervised.test_sft import write
 
-
 DRY = ("--dry-run", "data.train_batch_size=8")
 
 
