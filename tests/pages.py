@@ -35,6 +35,7 @@ LEFT_OUT = [
     (r"^slipstream prepare (gsm8k|math|hellaswag|hh_rlhf) --input", "needs the published files; see tests/prompts"),
     (r"actor\.parallel\.", "needs a model whose heads divide; tests/train trains in these layouts"),
     (r"^slipstream from_verl", "needs verl's scripts; tests/jobs/verl converts real ones"),
+    (r"^slipstream from_gguf|--model smollm2", "needs a downloaded model; tests/jobs/test_from_gguf.py has small ones"),
     (r"experiment=(NAME|qwen3_8b)\b", "the experiment of a command that is left out"),
     (r"data/hh_rlhf/", "prompts of a command that is left out"),
 ]
@@ -137,8 +138,7 @@ def make_base(folder: Path) -> None:
     for task, seed in DEMOS:
         demo = Demo.here(task, seed)
         call(f"slipstream prepare {task} --out {demo.data} --seed {seed} {TASKS[task].prepare}", folder)
-        call(f"slipstream tiny --out {demo.tiny} --data {demo.data}/sft_train.parquet {TASKS[task].tiny}", folder)
-        shutil.copytree(folder / demo.tiny, folder / demo.warm)
+        call(f"slipstream tiny --out {demo.model} --data {demo.data}/sft_train.parquet {TASKS[task].tiny}", folder)
     call("slipstream prepare json --input pairs.jsonl --out data/pairs", folder)
     call("slipstream demo trainer.total_training_steps=1 trainer.experiment_name=NAME", folder)
 
