@@ -114,7 +114,8 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
                 setattr(part, name, buffer.to(device))
     else:
         module.to(device)  # buffers; fully_shard moved the parameters
-    for part in module.modules():
+    # One rank has nothing to sum, and would copy the gradients to divide them by 1.
+    for part in module.modules() if mesh.data.size() > 1 else ():
         if isinstance(part, FSDPModule):
             # A plain sum on every backend: gloo has neither AVG nor premultiplied sums.
             part.set_gradient_divide_factor(1.0)
