@@ -55,7 +55,9 @@ def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_
     shorten_waits(DataContext.get_current())
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
     policy = StorePolicy(client, config.trainer.deadlines.admission)
-    engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration)) | {"num_cpus": 1}
+    engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration, schedule.chunk_prompts)) | {
+        "num_cpus": 1
+    }
     found = stream.source(schedule.pages, schedule.chunk_prompts, Chunks, (schedule,), config)
     found = found.map_batches(Admitted, fn_constructor_args=(policy,), **engine, **stream.WHOLE)
     return found.map_batches(_same, num_cpus=config.reward.num_cpus, **stream.WHOLE)

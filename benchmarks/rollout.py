@@ -97,6 +97,9 @@ class OneVersion:
     async def greet(self, greeting: Greeting) -> None:
         """Do nothing: never called, because no ticket requests a greeting."""
 
+    def beat(self, engine: str) -> None:
+        pass
+
 
 class Probe(Rollout):
     """The rollout stage of the stream, whose engine generates each version's requests bare before the stage does."""

@@ -96,12 +96,13 @@ def _load(file: Path, content: Any, dtype: str) -> tuple[Any, list[str]]:
 
     name = _field(content, "general.architecture")
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
         )
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         version = f"transformers {transformers.__version__}"
         raise ValueError(f"{version} cannot read {file}, of the architecture {name}: {error}; {ORIGINAL}") from error
+    model, found = loaded
     # `save_pretrained` refuses a model with the quantiser's mark, and readers of the folder would look for blocks.
     model.is_quantized, model.hf_quantizer = False, None
     if hasattr(model.config, "quantization_config"):

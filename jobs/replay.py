@@ -8,6 +8,7 @@ from jobs.entry import command
 from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
 from pipeline.config.paths import local_path
+from pipeline.derived import chunk_prompts
 from pipeline.replay.checks import recorded_config, replay_of
 from pipeline.replay.recording import whole_iterations
 from pipeline.run.versions import check_versions
@@ -70,7 +71,7 @@ def replay_config(run_dir: Path, iterations: str | None, settings: list[str], co
                 "single keys, or algorithm=NAME"
             )
     if iterations is None:
-        iterations = whole_iterations(str(run_dir), recorded.data.train_batch_size // recorded.rollout.chunk_prompts)
+        iterations = whole_iterations(str(run_dir), recorded.data.train_batch_size // chunk_prompts(recorded))
     return load_config(settings, config_dir=config_dir, base=replay_of(recorded, run_dir, iterations))
 
 

@@ -201,7 +201,7 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
     import ray
     from ray import serve
 
-    from pipeline.export.serve import application, llm_config, wait_until_running
+    from pipeline.export.serve import application, engine_kwargs, llm_config, wait_until_running
     from pipeline.run import cluster
 
     config = llm_config(model, options, key)
@@ -219,7 +219,7 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
         print(f"{name}: starting {model.path}", flush=True)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         wait_until_running(name, options.start_timeout)
-        print(ready(name, options, ray.nodes()), flush=True)
+        print(ready(name, options, ray.nodes(), engine_kwargs(model, options).get("max_model_len")), flush=True)
         if options.detach:
             deployed = False
             return 0
@@ -237,13 +237,22 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
             serve.delete(name)
 
 
-def ready(name: str, options: Options, nodes: list[dict[str, Any]]) -> str:
-    """Return the lines that are printed when the model is ready: its addresses, and a `curl` command to try it."""
+def ready(name: str, options: Options, nodes: list[dict[str, Any]], context: int | None = None) -> str:
+    """Return the lines that are printed when the model is ready: its addresses, and a `curl` command to try it.
+
+    Args:
+        name: the model's name for clients.
+        options: options of the command.
+        nodes: nodes of the Ray cluster, as `ray.nodes` lists them.
+        context: maximum number of tokens of prompt and answer, if it is set; None for the model's own.
+    """
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     bearer = f" -H 'Authorization: Bearer '\"${options.api_key_env}\"" if options.api_key_env else ""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    metrics = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics (Ray)" for node in nodes[:3]]
+    # A Ray without a dashboard exports no metrics; its port is -1.
+    ports = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes if node["MetricsExportPort"] > 0]
+    metrics = [f"http://{address}:{port}/metrics (Ray)" for address, port in ports[:3]]
     if options.replicas()[1] == 1:
         metrics.insert(0, f"{url}/metrics (vLLM)")
     return "\n".join(
@@ -251,7 +260,8 @@ def ready(name: str, options: Options, nodes: list[dict[str, Any]]) -> str:
             f"{name}: ready",
             f"  API      {url}/v1",
             f"  health   {url}/health",
-            f"  metrics  {', '.join(metrics)}",
+            *([f"  metrics  {', '.join(metrics)}"] if metrics else []),
+            *([f"  context  {context:,} tokens, unless --engine max_model_len=N sets more"] if context else []),
             f"  try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'",
         ]
     )

@@ -50,7 +50,8 @@ CHECKED_PROMPTS = 256
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0 finished, 2 bad settings or input, 130 interrupted, 1 failed."""
+    """Run the command. Returns the exit code: 0 finished, 2 bad settings or input, 130 interrupted, 1 failed; for a dry
+    run 2 if this machine cannot run it."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
     add_settings(parser)
     parser.add_argument(
@@ -172,14 +173,16 @@ def _adapters(config: Config) -> list[tuple[str, str]]:
     return [("adapters" if one.complete else "note", f"adapters are {one.text}") for one in found if one]
 
 
-def _say_whether_it_fits(resolved: "Plan") -> None:
-    """Print a warning if this machine has too few CPUs or GPUs for the run, which may be meant for another machine."""
+def _lacks(resolved: "Plan") -> list[str]:
+    """Return sentences on CPUs, GPUs and memory that the run needs and this machine does not have."""
     from pipeline.plan.placement import check_resources
 
+    found = [resolved.lacks_memory] if resolved.lacks_memory else []
     try:
         check_resources(resolved.stages, resolved.config.trainer.ray_num_cpus)
     except ConfigError as error:
-        Console().print(f"[yellow]this machine cannot run it:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        found.append(str(error))
+    return found
 
 
 def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
@@ -247,11 +250,13 @@ def _train(
     Arguments are the same as for `train`, and `lost`, a function that returns the reason if another process has taken
     over the folder, else None.
     """
-    from pipeline.derived import uses_engines
+    from pipeline.derived import chunk_prompts, uses_engines
     from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends
     from pipeline.models.save_settings import check_settings
     from pipeline.models.tokenizer import load_tokenizer
+    from pipeline.plan.checks import check
+    from pipeline.plan.host import machine_memory
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
@@ -260,12 +265,16 @@ def _train(
     from pipeline.replay import checks as replay
     from pipeline.run.origin import origin
     from pipeline.storage.resume import reached, recover
+    from pipeline.storage.room import used
     from pipeline.storage.targets import try_targets
     from pipeline.track.mlflow_logger import local_store
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
     begin = origin(run_dir, config)
+    if begin.exists or begin.own:
+        # The run keeps its `rollout.chunk_prompts`, which may not suit the train workers of this start.
+        check(config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_attention(config.model)
@@ -274,7 +283,7 @@ def _train(
     else:
         prompts, preview = replay.check_recording(config), []
     preview += _adapters(config)
-    resolved = plan(config, prompts, gpu)
+    resolved = plan(config, prompts, gpu, machine_memory() if joined() is None else None)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
     check_settings(config.model, tokenizer)
     preview += [("note", note) for note in try_models(config, tokenizer)]
@@ -288,6 +297,11 @@ def _train(
         f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do, unless "
         "trainer.total_training_steps (or trainer.total_epochs) is raised"
     )
+    if last and begin.own is None and not finished:
+        raise ConfigError(
+            f"the run in {run_dir} finished at iteration {last} and kept no checkpoint (trainer.max_ckpt_to_keep=0), "
+            f"so it cannot continue; begin a new run with model.path={run_dir}/model"
+        )
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = joined() is None
     if dry_run:
@@ -300,8 +314,12 @@ def _train(
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
         Console(markup=False).print(table)
         if on_this_machine:
-            _say_whether_it_fits(resolved)
             _say_what_lacks_room(resolved, run_dir)
+            lacking = _lacks(resolved)
+            for text in map(escape, lacking):
+                Console().print(f"[yellow]this machine cannot run it:[/] {text}", highlight=False, soft_wrap=True)
+            # With --gpus, the run is meant for other machines.
+            return 2 if lacking and gpus is None else 0
         return 0
     if on_this_machine:
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
@@ -314,7 +332,8 @@ def _train(
     with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
     try_targets(run_dir, local_store(run_dir) if with_store else None)
     print(ends.line)
-    for note in (*resolved.notes, *(text for name, text in preview if name.startswith("note"))):
+    lacking = [resolved.lacks_memory] if resolved.lacks_memory else []
+    for note in (*resolved.notes, *lacking, *(text for name, text in preview if name.startswith("note"))):
         print(f"note: {note}")
 
     import ray
@@ -322,28 +341,33 @@ def _train(
     from pipeline.run.begin import leave
     from pipeline.run.driver import run, start_ray
     from pipeline.track.loggers import TrackedRun, shown
+    from pipeline.track.provenance import masked_command
     from pipeline.track.tracker import Tracker
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    config.rollout.chunk_prompts = chunk_prompts(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     resume = begin.exists or recover(run_dir, begin.own)
     kept, trainer = begin.fingerprints(config), config.trainer
-    tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
+    names = trainer.project_name, trainer.experiment_name
+    tracked = TrackedRun(run_dir, to_flat(config), *names, resume, command=masked_command(command))
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
     if joined():
         nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
         check_resources(resolved.stages, None, nodes)
     tracker.start()
-    status, places, error, ray_gone = "failed", {}, None, False
+    status, places, error, ray_gone = "failed", dict[str, str](), None, False
     try:
         outcome = run(config, resolved, tracker, run_dir, kept, begin.policy.place if begin.policy else None, lost)
         status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
+        places |= outcome.restarted
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
+        places["disk"] = used(run_dir)
         if kept.accepted:
             places["other files"] = kept.history
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)

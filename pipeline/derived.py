@@ -15,6 +15,9 @@ from pipeline.config.learner import ActorConfig, CriticConfig, FSDPConfig
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.scoring import TRAIN_WORKERS, ScorerConfig
 
+MOST_PROMPTS = 16
+"""Maximum number of prompts in a chunk if `rollout.chunk_prompts` is null."""
+
 
 def uses_engines(config: Config) -> bool:
     """Return True if engines generate responses. A replay reads recorded responses instead."""
@@ -170,6 +173,34 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
     return replace(settings, rollout_is="none" if none else "token")
 
 
+def chunk_prompts(config: Config) -> int:
+    """Return the number of prompts in a chunk, with a null `rollout.chunk_prompts` replaced by a number that fits.
+
+    If no number fits, this is 1.
+    """
+    rollout, workers = config.rollout, max(1, config.trainer.num_workers)
+    return rollout.chunk_prompts or whole_chunk(config, workers, MOST_PROMPTS, rollout.num_engines) or 1
+
+
+def whole_chunk(config: Config, workers: int, most: int, engines: int = 1) -> int | None:
+    """Return the largest number of prompts per chunk with which every worker gets whole chunks of each mini-batch.
+
+    If possible, a worker gets at least two chunks of an iteration. None if the batch cannot be shared evenly.
+
+    Args:
+        config: the settings.
+        workers: number of train workers.
+        most: maximum number of prompts per chunk.
+        engines: number of engines; if possible, each gets a chunk.
+    """
+    batch = config.data.train_batch_size
+    minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]
+    sizes = [batch, *(mini for mini in minis if mini)]
+    most = min(most, max(1, batch // max(2 * workers, engines)))
+    whole = (count for count in range(most, 0, -1) if not any(size % (count * workers) for size in sizes))
+    return next(whole, None)
+
+
 def streams_gradients(config: Config) -> bool:
     """Return True if gradients of the first chunks of an iteration are computed while others are still generated."""
     return config.trainer.stream_gradients is not False and why_not_streamed(config) is None
@@ -177,7 +208,7 @@ def streams_gradients(config: Config) -> bool:
 
 def why_not_streamed(config: Config) -> str | None:
     """Return a sentence on the setting that makes training wait for the complete iteration; None if none does."""
-    prompts = config.rollout.chunk_prompts * config.trainer.num_workers
+    prompts = chunk_prompts(config) * config.trainer.num_workers
     chunks = config.data.train_batch_size // max(1, prompts)
     reasons = {
         "{algorithm.adv_estimator} needs the rewards of the whole iteration for every advantage": (

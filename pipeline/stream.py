@@ -107,7 +107,7 @@ def build(
         stream = source(schedule.pages, schedule.chunk_prompts, Prompts, args, config)
         if rollout.elastic:
             stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
-        in_flight = rollout.in_flight(schedule.chunks_per_iteration)
+        in_flight = rollout.in_flight(schedule.chunks_per_iteration, schedule.chunk_prompts)
         resources = engines(config, rollout.num_engines, in_flight, (rollout.fewest, rollout.most))
         args = (*sections(config), policy, hosts)
         stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests import sentences
+from tests.share import Share, needs_engine
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -47,13 +48,19 @@ for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-sentences", action="store_true", help="write tests/sentences.txt; see tests/sentences.py")
+    parser.addoption("--share", metavar="FOLDER", type=Path, help="share the slow tests; see tests/share.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (folder := config.getoption("--share")) is not None:
+        config.pluginmanager.register(Share(folder))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--write-sentences"):
         items[:] = [item for item in items if "named" in getattr(item, "fixturenames", ())]
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("ray", "vllm", "slow")):
+        if not needs_engine(item) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.unit)
 
 

@@ -3,11 +3,12 @@
 import pytest
 
 from pipeline import derived
-from pipeline.config import Config
+from pipeline.config import Config, load_config
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.derived import (
+    chunk_prompts,
     reference_is_base,
     scorers,
     scoring_model,
@@ -102,7 +103,10 @@ def test_the_correction_in_force(overrides, level):
         (["algorithm.adv_estimator=reinforce_plus_plus"], "needs the rewards of the whole iteration"),
         (["actor.policy_loss.loss_mode=kl_cov"], "actor.policy_loss.loss_mode=kl_cov compares every token"),
         ([f"{IS}=token", f"{IS}_batch_normalize=true"], "by their mean over"),
-        (["data.train_batch_size=16"], "an iteration has 1 chunk for each of trainer.num_workers=1"),
+        (
+            ["data.train_batch_size=16", "rollout.chunk_prompts=16"],
+            "an iteration has 1 chunk for each of trainer.num_workers=1",
+        ),
         (["rollout.sleep=true"], "share GPUs"),
     ],
 )
@@ -165,3 +169,28 @@ def test_the_reference_is_computed_in_one_place_if_something_reads_it(rank, path
         assert [found for found in places if found(config)] == [place]
         assert derived.trains_beside_reference(config) == (place is not uses_reference)
         assert ("reference" in scorers(config)) == (place is uses_reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts"),
+    [
+        ((), 16),
+        (("data.train_batch_size=8",), 4),
+        (("data.train_batch_size=1",), 1),
+        (("data.train_batch_size=64", "trainer.num_workers=2", "actor.ppo_mini_batch_size=16"), 8),
+        (("data.train_batch_size=60", "trainer.num_workers=3"), 10),
+        (("data.train_batch_size=64", "rollout.num_engines=16"), 4),
+        (("data.train_batch_size=8", "rollout.num_engines=16"), 1),
+        (("algorithm=ppo", "data.train_batch_size=64", "critic.ppo_mini_batch_size=8"), 8),
+        (("data.train_batch_size=64", "critic.ppo_mini_batch_size=8"), 16),
+        (("data.train_batch_size=64", "rollout.chunk_prompts=32"), 32),
+    ],
+)
+def test_a_chunk_divides_the_batch_among_workers_and_engines(settings: tuple[str, ...], prompts: int) -> None:
+    config = load_config(list(settings))
+    assert chunk_prompts(config) == prompts
+    assert config.data.train_batch_size % (prompts * config.trainer.num_workers) == 0
+
+
+def test_a_batch_that_workers_cannot_share_has_chunks_of_one_prompt() -> None:
+    assert chunk_prompts(load_config(["data.train_batch_size=7", "trainer.num_workers=2"])) == 1

@@ -252,7 +252,8 @@ LOST: dict[str, str] = {
     "scoring.reward_model says where a reward model runs": "reward_model.* reward.reward_model.*",
     "the reward function gets reward_kwargs and nothing else": "*reward_kwargs* custom_reward_function.*",
     "data_source chooses the rule": "data.reward_fn_key",
-    "there is no profiler, trace or server of metrics": "*profile* *.trace.* *.prometheus.* *nsys*",
+    "responses are sent to MLflow as traces (trainer.log_traces)": "*.trace.*",
+    "there is no profiler or server of metrics": "*profile* *.prometheus.* *nsys*",
     "checkpoints hold all that a run needs to go on; actor and critic lie in one": (
         "*.checkpoint.* trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time"
     ),

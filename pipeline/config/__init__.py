@@ -3,18 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.root import Config
+from pipeline.config.schema import diff, to_flat
 
 if TYPE_CHECKING:
     from pipeline.config.compose import (
         CONFIG_DIR,
         ConfigError,
         UnknownKey,
-        diff,
         load,
         load_config,
         load_yaml,
         save_yaml,
-        to_flat,
     )
 
 __all__ = [

@@ -5,6 +5,7 @@ dataclasses, so types are checked and unknown keys are refused. An error of Hydr
 file or argument, the key, the expected value and the nearest valid key. No other module uses Hydra.
 """
 
+import copy
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -32,7 +34,7 @@ from pipeline.config.mappings import Argument
 from pipeline.config.paths import expand_argument, expand_settings
 from pipeline.config.renamed import FORGOTTEN, MOVED, VALUES
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
+from pipeline.config.schema import Key, expected, keys, no_longer, restore_tuples, unknown, value_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -41,6 +43,9 @@ _READ = ("True", "False", "None")
 """Python texts of values as which YAML reads unquoted names: `on` is True, `off` is False, `~` is None."""
 
 T = TypeVar("T")
+
+_Arguments = tuple[list[str], list[Override], list[Argument]]
+"""Choices of config files for Hydra, arguments that set keys, arguments that set mappings with free names."""
 
 _structured: Callable[[type], Any] = cache(OmegaConf.structured)
 """Convert a dataclass to an OmegaConf config, which is cached and must not be changed."""
@@ -108,14 +113,15 @@ def load(
         raise ConfigError(f"the config file {config_name}.yaml does not exist; there are: {', '.join(found)}")
 
     overrides = [expand_argument(text) for text in overrides]
-    arguments, entries = _checked(overrides, schema, folders)
-    arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
-    node = _structured(schema) if base is None else base
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=node)
-    GlobalHydra.instance().clear()
+    choices, values, entries = _checked(overrides, schema, folders)
     try:
-        with initialize_config_dir(str(primary), version_base="1.3"):
-            composed = compose(config_name, arguments)
+        if base is None and primary == CONFIG_DIR and len(folders) == 1:
+            composed = copy.deepcopy(_shipped(schema, config_name, *choices))
+        else:
+            choices += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
+            composed = _files(_structured(schema) if base is None else base, config_name, primary, choices)
+        for value in values:
+            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
         merged = typing.cast(DictConfig, OmegaConf.merge(_structured(schema), composed))
         mappings.lay_over(merged, entries)
         config = OmegaConf.to_object(merged)
@@ -129,29 +135,34 @@ def load(
         raise _refusal(error, str(error), schema, folders, overrides) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _restore_tuples(config)
+    restore_tuples(config)
     expand_settings(config)
     return typing.cast(T, config)
 
 
-def _restore_tuples(config: Any) -> None:
-    """Turn lists back into tuples: OmegaConf has only lists."""
-    for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            _restore_tuples(value)
-        elif typing.get_origin(kind) is tuple:
-            setattr(config, name, tuple(value))
+def _files(node: Any, config_name: str, primary: Path, choices: list[str]) -> DictConfig:
+    """Compose the file `config_name` of the folder `primary` and the files that `choices` name, over `node`."""
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=node)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(primary), version_base="1.3"):
+        return compose(config_name, choices)
 
 
-def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Argument]]:
-    """Check command-line arguments. Returns (arguments for Hydra, arguments that set mappings with free names).
+_shipped: Callable[..., DictConfig] = cache(
+    lambda schema, config_name, *choices: _files(_structured(schema), config_name, CONFIG_DIR, list(choices))
+)
+"""Compose files of `configs/`. Hydra takes long, so the result is cached, and must not be changed."""
+
+
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> _Arguments:
+    """Check command-line arguments.
 
     Raises:
         ConfigError: an argument cannot be read, or its key or config file does not exist.
     """
     valid, parser = keys(schema), OverridesParser.create()
-    result: list[str] = []
+    choices: list[str] = []
+    values: list[Override] = []
     entries: list[Argument] = []
     groups = {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
     for text in overrides:
@@ -175,8 +186,10 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
                 f"the argument {text!r} gives several values; one run takes one (a list is written [a,b])"
             )
         if key in groups:
-            result.append(text if override.is_delete() else _choice(key, override.value(), folders))
+            choices.append(text if override.is_delete() else _choice(key, override.value(), folders))
             continue
+        if override.package is not None:
+            raise _unknown(f"{key}@{override.package}", valid, f"the argument {text!r}")
         if override.is_delete():
             raise ConfigError(f"the argument {text!r} removes a key; every key has a value, set another one instead")
         for full in _leaf_keys(key, override.value()):
@@ -186,9 +199,9 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[l
                 raise _unknown(full, valid, f"the argument {text!r}")
         if key in valid and valid[key].type in (str, str | None) and type(override.value()) in (int, float):
             # Read as a number and made text again, `0.5_2` would be `0.52`.
-            text = "{}='{}'".format(*text.split("=", 1))
-        result.append(text.lstrip("+"))
-    return result, entries
+            override = parser.parse_override("{}='{}'".format(*text.split("=", 1)))
+        values.append(override)
+    return choices, values, entries
 
 
 def _parsed(parser: OverridesParser, value: str) -> Any:
@@ -325,18 +338,6 @@ def _source(message: str, full_key: str, folders: list[Path], overrides: list[st
     return UNKNOWN_SOURCE, "?"
 
 
-def to_flat(config: Any) -> dict[str, Any]:
-    """Return all settings by dotted name; a mapping such as `rollout.engine_kwargs` is one value."""
-    flat: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            flat |= {f"{item.name}.{name}": inner for name, inner in to_flat(value).items()}
-        else:
-            flat[item.name] = value
-    return flat
-
-
 def save_yaml(config: Any, path: str | Path) -> None:
     """Write the settings to `path` as YAML, atomically: a reader finds the old file or the new one."""
     path = Path(path)
@@ -373,7 +374,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         raise _refusal(error, message, schema, [path.resolve().parent], []) from error
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error
-    _restore_tuples(config)
+    restore_tuples(config)
     return typing.cast(T, config)
 
 
@@ -392,9 +393,3 @@ def _update(content: Any) -> None:
                 one[name] = VALUES[key].get(one[name], (one[name],))[0]
             elif (old := one.pop(name)) is not None and key in MOVED:
                 one[MOVED[key].rpartition(".")[2]] = old
-
-
-def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
-    """Return the settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
-    flat_a, flat_b = to_flat(config_a), to_flat(config_b)
-    return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]

@@ -51,8 +51,10 @@ class RolloutConfig:
 
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
-    chunk_prompts: int = setting(16, at_least=1)
-    """Number of prompts in a chunk. Stages of the pipeline pass on whole chunks."""
+    chunk_prompts: int | None = setting(None, at_least=1)
+    """Number of prompts in a chunk. Stages of the pipeline pass on whole chunks. Null: the largest number up to 16 with
+    which each engine gets a chunk, and each train worker two chunks of each iteration and whole chunks of each
+    mini-batch. A run keeps its number."""
 
     num_engines: int = setting(1, at_least=1)
     """Number of engines; each is a Ray actor. In an elastic pool (`min_engines` below `max_engines`), the number at the
@@ -139,14 +141,15 @@ class RolloutConfig:
         """True if the number of engines may change during the run."""
         return self.fewest < self.most
 
-    def in_flight(self, chunks_per_iteration: int) -> int:
+    def in_flight(self, chunks_per_iteration: int, chunk_prompts: int) -> int:
         """Return the number of chunks that one engine works on at the same time.
 
         Args:
             chunks_per_iteration: number of chunks in one iteration, over all engines.
+            chunk_prompts: number of prompts in a chunk.
         """
         share = -(-chunks_per_iteration // self.num_engines)
-        fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
+        fill = -(-self.max_num_seqs // (chunk_prompts * min(self.n, self.val_kwargs.n)))
         return self.chunks_in_flight or max(share, fill)
 
     def problems(self) -> dict[str, object]:

@@ -1,12 +1,13 @@
-"""List the settings that a tree of dataclasses declares, and suggest a valid name for a wrong one."""
+"""Settings that a tree of dataclasses declares, their values, and the valid name for a wrong one."""
 
 import dataclasses
 import difflib
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +26,7 @@ class Key:
 
 def keys(schema: type) -> dict[str, Key]:
     """Return every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
-    return {key.name: key for key in _keys(schema(), "")}
+    return dict(_all(schema))
 
 
 def _keys(section: Any, prefix: str) -> Iterator[Key]:
@@ -43,11 +44,42 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
             yield Key(name, types_of[item.name], value, next(declares))
 
 
+_all: Callable[[type], dict[str, Key]] = cache(lambda schema: {key.name: key for key in _keys(schema(), "")})
+
+
 def value_of(tree: Any, name: str) -> Any:
     """Return the value of the setting with the dotted name `name`."""
     for part in name.split("."):
         tree = getattr(tree, part)
     return tree
+
+
+def restore_tuples(config: Any) -> None:
+    """Turn lists back into tuples: a YAML file has only lists."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            restore_tuples(value)
+        elif typing.get_origin(kind) is tuple:
+            setattr(config, name, tuple(value))
+
+
+def to_flat(config: Any) -> dict[str, Any]:
+    """Return all settings by dotted name; a mapping such as `rollout.engine_kwargs` is one value."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {f"{item.name}.{name}": inner for name, inner in to_flat(value).items()}
+        else:
+            flat[item.name] = value
+    return flat
+
+
+def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
+    """Return the settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
+    flat_a, flat_b = to_flat(config_a), to_flat(config_b)
+    return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]
 
 
 def expected(kind: Any) -> str:

@@ -122,8 +122,9 @@ class TrainerConfig:
     save_freq: int = setting(-1, at_least=1, or_value=-1)
     """Number of iterations between checkpoints. -1: only at the end and at Ctrl-C."""
 
-    max_ckpt_to_keep: int = setting(2, at_least=1)
-    """Number of checkpoints to keep, from the newest on."""
+    max_ckpt_to_keep: int = setting(2, at_least=0)
+    """Number of checkpoints to keep, from the newest on. 0: one until the run has finished and saved its model, then
+    none, so the run cannot be made longer."""
 
     best_metric: str | None = None
     """Validation metric, such as `val-core/countdown/acc/mean@1`. The checkpoint with the best value is kept too, out

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import Config
+from pipeline.derived import chunk_prompts
 
 DECISIONS_KEPT = 1000
 """Number of newest chunks whose decisions are kept, because a chunk may come again."""
@@ -45,7 +46,7 @@ class FilterRules:
             groups.max_num_gen_batches,
             groups.surplus == "carry",
             config.data.train_batch_size,
-            config.rollout.chunk_prompts,
+            chunk_prompts(config),
             iterations,
             config.reward.max_error_rate,
         )

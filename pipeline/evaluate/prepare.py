@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.derived import uses_agent
+from pipeline.derived import chunk_prompts, uses_agent
 from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
 from pipeline.evaluate.stream import Pages
@@ -116,7 +116,7 @@ def prepare(
     folder, summary = Folder(out.absolute()), Summary(ks)
     folder.check(description)
     done = folder.read(summary)
-    chunks = -(-loader.epoch_rows // config.rollout.chunk_prompts)
+    chunks = -(-loader.epoch_rows // chunk_prompts(config))
     return Evaluation(
         config=config,
         plan=plan,
@@ -138,7 +138,7 @@ def prepare(
 def render(evaluation: Evaluation) -> Table:
     """Format the evaluation as a table for the terminal."""
     config, pages = evaluation.config, evaluation.pages
-    rollout, sampling = config.rollout, config.rollout.val_kwargs
+    sampling = config.rollout.val_kwargs
     table = Table(title=f"Evaluation of {evaluation.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -154,7 +154,7 @@ def render(evaluation: Evaluation) -> Table:
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
     table.add_row(
         "chunks",
-        f"{pages.chunks:,} of {rollout.chunk_prompts} prompts, {len(pages.done):,} of them done; "
+        f"{pages.chunks:,} of {chunk_prompts(config)} prompts, {len(pages.done):,} of them done; "
         f"{in_flight(config)} in flight per engine",
         end_section=True,
     )

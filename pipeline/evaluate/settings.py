@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, load_config, load_yaml
 from pipeline.config.model import LoraConfig
 from pipeline.config.schema import keys, value_of
+from pipeline.derived import MOST_PROMPTS, chunk_prompts
 from pipeline.plan.checks import check
 from pipeline.plan.plan import Plan
 from pipeline.plan.plan import plan as make_plan
@@ -54,6 +55,7 @@ def used(config: Config) -> Config:
             section, _, name = key.rpartition(".")
             setattr(value_of(result, section), name, copy.deepcopy(value_of(config, key)))
     result.rollout.n = result.rollout.val_kwargs.n
+    result.rollout.chunk_prompts = result.rollout.chunk_prompts or MOST_PROMPTS
     result.data.train_batch_size = result.rollout.chunk_prompts
     # In a run weights come from the trainer; here the engine reads them itself.
     result.rollout.engine_kwargs.setdefault("load_format", "auto")
@@ -143,8 +145,8 @@ def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
 def in_flight(config: Config) -> int:
     """Return the number of chunks that one engine works on at a time: twice a full load, so that the engine stays full
     while chunks end."""
-    rollout = config.rollout
-    return rollout.in_flight(2 * rollout.in_flight(1) * rollout.num_engines)
+    rollout, prompts = config.rollout, chunk_prompts(config)
+    return rollout.in_flight(2 * rollout.in_flight(1, prompts) * rollout.num_engines, prompts)
 
 
 def _among(key: str, names: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from ray.data import Dataset
 
 from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
+from pipeline.derived import chunk_prompts
 from pipeline.evaluate.settings import in_flight
 from pipeline.greeting import Greeting
 from pipeline.prompts.encode import stamp
@@ -77,7 +78,7 @@ class EvaluationPrompts:
         config = self._config
         _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed, self._out)
         assert loader is not None
-        self._chunks = loader.epoch(config.rollout.chunk_prompts)
+        self._chunks = loader.epoch(chunk_prompts(config))
         for _ in range(first):
             next(self._chunks, None)
 
@@ -98,6 +99,9 @@ class FixedPolicy:
 
     async def greet(self, greeting: Greeting) -> None:
         """Do nothing; never called, because no ticket requests a handshake."""
+
+    def beat(self, engine: str) -> None:
+        """Do nothing: an evaluation has no policy store."""
 
 
 def build(
@@ -121,7 +125,7 @@ def build(
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
     num_engines = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
-    stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, (config, pages, iteration, out), config)
+    stream = source(pages.count, chunk_prompts(config), EvaluationPrompts, (config, pages, iteration, out), config)
     args, resources = (*sections(config), FixedPolicy(), hosts), engines(config, num_engines, chunks)
     stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     return rewarded(stream, config, chunks * num_engines)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.derived import chunk_prompts
 from pipeline.reward.functions import functions
 from pipeline.reward.rules import rule_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
@@ -88,7 +89,7 @@ def _rate_limit(config: Config) -> Iterator[str]:
         return
     if limits.max_per_minute:
         batch = config.data.train_batch_size
-        rows, chunks = batch * config.rollout.n, batch // max(1, config.rollout.chunk_prompts)
+        rows, chunks = batch * config.rollout.n, batch // max(1, chunk_prompts(config))
         calls = sum(chunks if function.batch else rows for function in own)
         minutes, deadline = calls / limits.max_per_minute, config.trainer.deadlines.rows
         if minutes * 60 > deadline:

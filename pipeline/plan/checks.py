@@ -12,7 +12,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.mappings import compose_sections
-from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
+from pipeline.derived import chunk_prompts, most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
 from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, engine_arguments, models, parallel
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
@@ -166,7 +166,7 @@ def _prompts(config: Config) -> Iterator[str]:
 
 
 def _batches(config: Config) -> Iterator[str]:
-    batch, chunk, workers = config.data.train_batch_size, config.rollout.chunk_prompts, config.trainer.num_workers
+    batch, chunk, workers = config.data.train_batch_size, chunk_prompts(config), config.trainer.num_workers
     chunks, rest = divmod(batch, chunk)
     if rest:
         yield (

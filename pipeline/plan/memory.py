@@ -225,6 +225,16 @@ def _gathered(config: Config, model: ModelFiles) -> int:
     return max(moments) // tensor
 
 
+def pass_tokens(config: Config) -> int:
+    """Return the maximum number of tokens in a worker's forward pass: `actor.ppo_max_token_len_per_gpu`, or all tokens
+    of the worker's rows in a mini-batch if they are fewer."""
+    actor, data = config.actor, config.data
+    groups = max(1, config.trainer.num_workers // actor.parallel.ranks_with_same_rows)
+    rows = -(-(actor.ppo_mini_batch_size or data.train_batch_size) * config.rollout.n // groups)
+    tokens = rows * most_contexts(config) * data.longest_row
+    return min(actor.ppo_max_token_len_per_gpu, -(-tokens // actor.parallel.sequence))
+
+
 def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
     """Return (bytes of activations that a forward pass of one worker keeps, bytes of these that are in host memory).
 
@@ -233,7 +243,7 @@ def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
     of the bytes that torch saves in layers of Qwen3 and Qwen3-MoE.
     """
     element, tensor = compute_element(config, config.actor.fsdp), config.actor.parallel.tensor
-    tokens, width = config.actor.ppo_max_token_len_per_gpu, model.size("hidden_size")
+    tokens, width = pass_tokens(config), model.size("hidden_size")
     divided = 4 * (model.queries + model.keys + model.intermediate) + 2 * model.routes * width
     layer = tokens * (element * (6 * width + divided // tensor) + 2 * 4 * width)
     if not config.model.enable_gradient_checkpointing:

@@ -11,6 +11,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.learner import OptimConfig
 from pipeline.derived import (
     UpdateShape,
+    chunk_prompts,
     scorers,
     uses_agent,
     uses_baselines,
@@ -18,6 +19,7 @@ from pipeline.derived import (
     uses_engines,
     uses_filter,
 )
+from pipeline.plan import host
 from pipeline.plan.fit import too_large
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, estimate, read_models
@@ -33,6 +35,8 @@ class Plan:
     """Numbers that follow from the settings of a run."""
 
     config: Config
+    chunk_prompts: int
+    """Number of prompts in a chunk."""
     chunks_per_iteration: int
     chunks_per_rank: int
     rows_per_iteration: int
@@ -59,6 +63,8 @@ class Plan:
     """Kind of GPU that the memory estimates are compared with; None: no comparison."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
     """Sentences on parts of the run that do not fit the GPUs."""
+    lacks_memory: str | None = None
+    """Sentence on the memory that a run on CPUs needs, if the machine has less."""
 
     @property
     def cpus(self) -> float:
@@ -83,19 +89,21 @@ class Plan:
         return sum(stage.count * stage.gpus for stage in self.stages)
 
 
-def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) -> Plan:
+def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None, host_memory: int | None = None) -> Plan:
     """Compute the plan of `config`, on any machine.
 
     Args:
         config: settings of the run that have passed `checks.check`.
         train_rows: number of rows of the training files; None if unknown.
         gpu: kind of GPU that the memory estimates are compared with; None: no comparison.
+        host_memory: bytes of memory of the machine that runs everything; None: no comparison.
 
     Raises:
         ConfigError: there are fewer prompts than one iteration needs, or all iterations are the critic's warm-up.
     """
     data, rollout, trainer = config.data, config.rollout, config.trainer
-    chunks = data.train_batch_size // rollout.chunk_prompts
+    prompts = chunk_prompts(config)
+    chunks = data.train_batch_size // prompts
     rows = data.train_batch_size * rollout.n
     if train_rows is not None and data.train_max_samples > 0:
         train_rows = min(train_rows, data.train_max_samples)
@@ -104,6 +112,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     memory = estimate(config, models) if models else None
     return Plan(
         config=config,
+        chunk_prompts=prompts,
         chunks_per_iteration=chunks,
         chunks_per_rank=chunks // trainer.num_workers,
         rows_per_iteration=rows,
@@ -111,7 +120,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
         greedy_rows_per_iteration=data.train_batch_size * (uses_baselines(config) and uses_engines(config)),
         actor=UpdateShape.of(config, config.actor),
         critic=UpdateShape.of(config, config.critic) if uses_critic(config) else None,
-        chunks_in_flight_per_engine=rollout.in_flight(chunks),
+        chunks_in_flight_per_engine=rollout.in_flight(chunks, prompts),
         episodes_per_engine=episodes_at_once(config),
         iterations=iterations,
         train_rows=train_rows,
@@ -123,15 +132,16 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
         notes=tuple(notes(config, chunks, memory, episodes_at_once(config), iterations)),
         gpu=gpu,
         too_large=tuple(too_large(config, memory, gpu)) if memory and gpu else (),
+        lacks_memory=host.too_large(config, models, host_memory) if models and host_memory else None,
     )
 
 
 def episodes_at_once(config: Config) -> int:
     """Return the maximum number of training episodes that one engine runs at the same time; 0 without episodes."""
-    rollout = config.rollout
-    chunks = config.data.train_batch_size // rollout.chunk_prompts
+    rollout, prompts = config.rollout, chunk_prompts(config)
+    chunks = config.data.train_batch_size // prompts
     admitted = -(-chunks * (1 + config.algorithm.max_staleness) // rollout.num_engines)
-    episodes = min(admitted, rollout.in_flight(chunks)) * rollout.chunk_prompts * rollout.n
+    episodes = min(admitted, rollout.in_flight(chunks, prompts)) * prompts * rollout.n
     return episodes if uses_agent(config) and uses_engines(config) else 0
 
 

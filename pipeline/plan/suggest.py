@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import value_of
-from pipeline.derived import scorers, uses_critic, uses_engines
+from pipeline.derived import MOST_PROMPTS, scorers, uses_critic, uses_engines, whole_chunk
 from pipeline.plan.checks import check
 from pipeline.plan.fit import FULL, too_large
 from pipeline.plan.gpus import GIB, PER_NODE, Gpu
@@ -146,13 +146,13 @@ def _layouts(
     for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2
         most = min(most, config.data.train_batch_size)
-        workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
+        workers = next((count for count in range(most, 0, -1) if _chunk(config, count)), 0)
         for mesh in _meshes(models.policy, workers, lora, sequence):
             train = {
                 "trainer.use_gpu": True,
                 "trainer.num_workers": workers,
                 "trainer.gpus_per_worker": 0.6 if together and engines else 1.0,
-                "rollout.chunk_prompts": _chunk_prompts(config, workers),
+                "rollout.chunk_prompts": config.rollout.chunk_prompts and _chunk(config, workers),
                 **mesh,
                 **positions,
                 **OFF,
@@ -223,14 +223,5 @@ def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Itera
         }
 
 
-def _chunk_prompts(config: Config, workers: int) -> int | None:
-    """Return a number of prompts per chunk with which every worker gets whole chunks of each mini-batch.
-
-    If possible, a worker gets at least two. None if the batch cannot be shared evenly.
-    """
-    batch = config.data.train_batch_size
-    minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]
-    sizes = [batch, *(mini for mini in minis if mini)]
-    most = min(config.rollout.chunk_prompts, max(1, batch // (2 * workers)))
-    whole = (count for count in range(most, 0, -1) if not any(size % (count * workers) for size in sizes))
-    return next(whole, None)
+def _chunk(config: Config, workers: int) -> int | None:
+    return whole_chunk(config, workers, config.rollout.chunk_prompts or MOST_PROMPTS)

@@ -19,7 +19,7 @@ from pipeline.derived import (
     why_not_streamed,
 )
 from pipeline.plan.gpus import PER_NODE
-from pipeline.plan.memory import Memory, shown
+from pipeline.plan.memory import Memory, pass_tokens, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
 
@@ -61,7 +61,7 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     table.add_row(
         "one iteration",
         f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
-        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
+        f"in {plan.chunks_per_iteration} chunks of {plan.chunk_prompts} prompts",
     )
     for number, line in enumerate(_overlap(config)):
         table.add_row("" if number else "at the same time", line)
@@ -185,7 +185,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     config, gpu = plan.config, plan.gpu
     unknown = "not estimated (no local folder with safetensors files)"
     critic = unknown if memory.train_critic is None else shown(memory.train_critic)
-    tokens = config.actor.ppo_max_token_len_per_gpu
+    tokens = pass_tokens(config)
     waiting = memory.offloaded + memory.train_kept
     reference = unknown if memory.train_reference is None else shown(memory.train_reference)
     yield (

@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
-from pipeline.derived import uses_filter
+from pipeline.derived import chunk_prompts, uses_filter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer
@@ -69,8 +69,8 @@ class Schedule:
     def of(cls, config: Config, iterations: int) -> "Schedule":
         return cls(
             iterations,
-            config.data.train_batch_size // config.rollout.chunk_prompts,
-            config.rollout.chunk_prompts,
+            config.data.train_batch_size // chunk_prompts(config),
+            chunk_prompts(config),
             bool(config.data.val_files),
             config.trainer.val_before_train,
             config.trainer.test_freq,

@@ -37,6 +37,9 @@ class PolicySource(Protocol):
     async def greet(self, greeting: Greeting) -> None:
         """Send the rows that were generated for a ticket's handshake."""
 
+    def beat(self, engine: str) -> None:
+        """Report that the engine generates; this does not wait."""
+
 
 class StorePolicy:
     """The policy store as the source for the engines of one attempt at the run.
@@ -61,3 +64,6 @@ class StorePolicy:
 
     async def greet(self, greeting: Greeting) -> None:
         await self._store.awaited(PolicyStore.greet, greeting)
+
+    def beat(self, engine: str) -> None:
+        self._store.tell(PolicyStore.beat, f"engine {engine} (generating)")

@@ -57,6 +57,10 @@ OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 """Names of error classes after which an engine cannot generate any more, although its thread still runs."""
 
 
+BEAT_S = 15.0
+"""Seconds between two reports that the engine generates."""
+
+
 def restarted() -> bool:
     """Return True if Ray started this process as the replacement of an actor that died."""
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
@@ -106,6 +110,7 @@ class Rollout:
         it."""
         self._admitted, self._done, self._asleep = 0, 0, False
         self._occupancy = Occupancy()
+        self._beating: asyncio.Task[None] | None = None
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = data.longest_row
         self.engine = EngineLoop(
@@ -135,6 +140,8 @@ class Rollout:
             return rows.without_rows(table, columns)
         self._admitted += 1
         self._occupancy.enter()
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.create_task(self._beat())
         try:
             generated = await self._generate(table, ticket)
         except Exception as error:
@@ -148,6 +155,14 @@ class Rollout:
         if self._rollout.sleep:
             await self._sleep_when_idle()
         return generated
+
+    async def _beat(self) -> None:
+        """Report the engine's progress every `BEAT_S` seconds, as long as it makes steps for admitted chunks."""
+        while self._admitted:
+            before = self.engine.steps
+            await asyncio.sleep(BEAT_S)
+            if self.engine.steps > before:
+                self._policy.beat(self.name)
 
     async def _admit(self, table: pa.Table) -> Ticket | None:
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))

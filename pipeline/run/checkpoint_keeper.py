@@ -25,7 +25,7 @@ class CheckpointKeeper:
 
     Args:
         run_dir: the run's folder, for `best.json`.
-        keep: number of newest checkpoints that stay.
+        keep: number of newest checkpoints that stay; 0 keeps one until `finished`.
         metric: metric by which the best checkpoint stays, too; None for none.
         mode: `max` or `min`.
         root: folder or URL of the checkpoints.
@@ -34,7 +34,8 @@ class CheckpointKeeper:
     CLOSE_S = 60.0
 
     def __init__(self, run_dir: Path, keep: int, metric: str | None, mode: str, root: str):
-        self._run_dir, self._keep, self._metric, self._root = run_dir, keep, metric, root
+        self._run_dir, self._keep, self._metric, self._root = run_dir, max(1, keep), metric, root
+        self._keep_at_end = keep
         self._sign = 1 if mode == "max" else -1
         self._parts: dict[int, set[int]] = defaultdict(set)
         # From here on only the thread uses these.
@@ -63,6 +64,11 @@ class CheckpointKeeper:
         self._parts.clear()
         self._queue.put("a start", self._forget_after, version)
 
+    def finished(self) -> None:
+        """Delete the last checkpoint, too, if none is kept of a run that has finished and saved its model."""
+        if self._keep_at_end == 0:
+            self._queue.put("the end", self._finished)
+
     def close(self) -> None:
         """Wait at most `CLOSE_S` seconds for pending deletions."""
         if self._queue.close(time.monotonic() + self.CLOSE_S):
@@ -87,6 +93,10 @@ class CheckpointKeeper:
 
     def _saved(self, version: int) -> None:
         self._whole.add(version)
+        self._tidy()
+
+    def _finished(self) -> None:
+        self._keep = 0
         self._tidy()
 
     def _tidy(self) -> None:

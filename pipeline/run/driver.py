@@ -12,7 +12,8 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline import stream
 from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config, save_yaml
-from pipeline.derived import uses_engines, uses_filter
+from pipeline.derived import chunk_prompts, uses_engines, uses_filter
 from pipeline.plan.plan import Plan
 from pipeline.prompts.stage import Schedule
 from pipeline.run import cluster
 from pipeline.run.begin import gone
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.run.faults import Restarts, sentence
+from pipeline.run.memory_kills import MemoryKills
 from pipeline.run.monitor import RunMonitor
 from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
@@ -47,6 +49,7 @@ from pipeline.train import ranks
 from pipeline.train.entry import train_loop
 from pipeline.train.loop_settings import LoopSettings
 from pipeline.upstream import apart
+from pipeline.upstream.ray_memory import killed, own_job
 
 
 @dataclass
@@ -57,6 +60,8 @@ class RunResult:
     error: str | None = None
     ray_gone: bool = False
     """True if Ray ended before the run did."""
+    restarted: dict[str, str] = field(default_factory=dict)
+    """Lines of the summary on processes that ended for lack of memory, by label."""
 
 
 def start_ray(config: Config) -> bool:
@@ -103,7 +108,7 @@ def run(
     kept.save(run_dir)
     schedule = Schedule.of(config, plan.iterations)
     admission = Admission(
-        config.rollout.chunk_prompts,
+        chunk_prompts(config),
         config.data.train_batch_size,
         config.algorithm.max_staleness,
         plan.iterations if uses_filter(config) else None,
@@ -173,7 +178,7 @@ def run(
                 try:
                     ends.append(torch_trainer.fit().return_value)  # type: ignore[attr-defined]
                     return
-                except ray.exceptions.RayActorError:
+                except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
                     # Ray Train's controller died, and its workers with it.
                     if over.is_set() or 0 <= trainer.max_failures < attempt:
                         raise
@@ -182,6 +187,11 @@ def run(
                 torch_trainer = prepare()
         except BaseException as error:  # noqa: BLE001 (handed to the main thread)
             failure.append(error)
+
+    kills = MemoryKills(partial(killed, own_job()))
+
+    def ended(status: str, error: str | None = None, ray_gone: bool = False) -> RunResult:
+        return RunResult(status, error, ray_gone, kills.summary())
 
     thread = threading.Thread(target=fit, args=(prepare(),), name="fit", daemon=True)
     thread.start()
@@ -200,7 +210,7 @@ def run(
         lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
     )
     try:
-        interrupted, problem = monitor.watch(store, thread, deadlines, lost=lost)
+        interrupted, problem = monitor.watch(store, thread, deadlines, lost=lost, news=kills.news)
     except ray.exceptions.RayError:
         if apart.dead() is None:
             raise
@@ -211,20 +221,20 @@ def run(
     if program is not None:
         apart.end()
         keeper.close()
-        return RunResult("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
+        return ended("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
     if problem:
         # The rest of the run ends at its next call of the store.
         ray.kill(store)
         keeper.close()
-        return RunResult("failed", problem)
+        return ended("failed", problem)
     if ends and monitor.ended is None:
         # The event was lost with the store.
         monitor.handle(ends[0])
+    if monitor.ended and not monitor.ended.stopped and not failure:
+        keeper.finished()
     keeper.close()
     if failure:
-        return RunResult("failed", sentence(failure[0]))
+        return ended("failed", sentence(failure[0]))
     if monitor.ended is None:
-        return (
-            RunResult("interrupted") if interrupted else RunResult("failed", "the train workers ended without a word")
-        )
-    return RunResult("interrupted" if monitor.ended.stopped else "finished")
+        return ended("interrupted") if interrupted else ended("failed", "the train workers ended without a word")
+    return ended("interrupted" if monitor.ended.stopped else "finished")

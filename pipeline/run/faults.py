@@ -16,6 +16,7 @@ from ray.train import UserCallback
 
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
+from pipeline.upstream import ray_memory
 
 ENDINGS = ("Error", "Exception", "Timeout", "Dead", "Died", "StaleAttempt", "Interrupt", "Exit")
 RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
@@ -26,10 +27,14 @@ FINAL = {"FinalError", "FloatingPointError"}
 """Names of error classes that a restart would repeat."""
 SECONDARY = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
 """Names of errors that other processes raise because one has died."""
+OUT_OF_MEMORY = "ray.exceptions.OutOfMemoryError"
+"""Name of the error of calls to a process that Ray's memory monitor has killed. Torch has an error of the same class
+name for a GPU's memory, which is not a death."""
 DEATH = SECONDARY | {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("OwnerDiedError", "ObjectLostError", "ObjectReconstructionFailedError", "ObjectFetchTimedOutError"),
     *("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"),
+    OUT_OF_MEMORY,
 }
 """Names of errors that show the death of a process or a node."""
 
@@ -113,6 +118,8 @@ def kinds(error: BaseException) -> set[str]:
         names |= {kind.__name__ for kind in type(cause).__mro__}
         lines = RAISED.findall(str(cause))
         names |= {name.split(".")[-1] for name, _ in lines}
+        if isinstance(cause, ray.exceptions.OutOfMemoryError) or any(name == OUT_OF_MEMORY for name, _ in lines):
+            names.add(OUT_OF_MEMORY)
         plain = [message for name, message in lines if name == "RuntimeError"]
         if type(cause) is RuntimeError:
             plain.append(str(cause))
@@ -124,6 +131,8 @@ def kinds(error: BaseException) -> set[str]:
 def describe_failure(rank: int, error: BaseException) -> str:
     """Describe in a sentence how a train rank failed."""
     if (death := getattr(error, "health_check_failure", None)) is not None:
+        if (why := ray_memory.reason(str(death))) is not None:
+            return f"the process of train rank {rank} ended: {why}"
         # Ray lists names and numbers of the actor, a line each; the address is the useful one.
         lines = str(death).splitlines()
         why = " ".join(" ".join(line for line in lines if not line.startswith("\t")).split())[:300]
@@ -135,12 +144,15 @@ def describe_failure(rank: int, error: BaseException) -> str:
 def sentence(error: BaseException) -> str:
     """Describe an error in a sentence without stacks: of the exceptions that Ray nests as text, the last that is not
     Ray's own."""
-    if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
-        return str(ended)
+    error = getattr(error, "controller_failure", error)
+    if isinstance(error, RunEnded):
+        return str(error)
     failures = getattr(error, "worker_failures", None)
     if failures:
         error = next(iter(failures.values()))
     text = f"{type(error).__name__}: {error}"
+    if (why := next(filter(None, (ray_memory.reason(str(cause)) for cause in causes(error))), None)) is not None:
+        return f"a process of the run ended: {why}"
     raised = [
         (name.split(".")[-1], message)
         for name, message in RAISED.findall(text)

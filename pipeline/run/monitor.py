@@ -8,7 +8,7 @@ and waits for the train workers, which restart from their newest checkpoint.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ class RunMonitor:
         self._prompts: dict[int, dict[str, float]] = {}
         self._loads: dict[int, _Loads] = defaultdict(_Loads)
         self._validations: dict[int, _Validation] = {}
-        self._logged = self._trained = -1
+        self._logged = self._trained = self._loaded = -1
         self._attempts = 0
         self._reason: str | None = None
         self._names_told = False
@@ -135,6 +135,7 @@ class RunMonitor:
         deadlines: DeadlineConfig,
         clock: Callable[[], float] = time.monotonic,
         lost: Callable[[], str | None] = lambda: None,
+        news: Callable[[], Iterable[str]] = tuple,
     ) -> tuple[bool, str | None]:
         """Handle events until training has ended.
 
@@ -144,6 +145,7 @@ class RunMonitor:
             deadlines: maximum seconds without the store (`store`) and without train workers (`train_start`).
             clock: returns the time in seconds.
             lost: returns the reason if the run must end at once, else None.
+            news: returns notices to show, such as on processes that were killed.
 
         Returns:
             (True if a signal requested a stop, the reason why training cannot go on or None).
@@ -178,6 +180,8 @@ class RunMonitor:
                     time.sleep(PAUSE_S)
                     continue
                 silent_since = None
+                for text in news():
+                    self._tracker.notice(text)
                 # An event whose handling Ctrl-C interrupts is read again.
                 for number, event in enumerate(events, start=last - len(events) + 1):
                     try:
@@ -218,9 +222,11 @@ class RunMonitor:
             case PromptsMade(iteration, metrics):
                 self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
             case VersionLoaded(version):
-                self.begun = True
+                self.begun, self._loaded = True, max(version, self._loaded)
                 # It generates the next iteration, or a later one if the trainer already has the rows of the next.
                 self._loads[max(version, self._trained) + 1].add(event)
+                if self._pending(version):
+                    self._tracker.status(f"validating policy version {version}")
                 # The last version generates only its validation.
                 if version < self._schedule.iterations:
                     self._tracker.status(f"iteration {version + 1}: generating")
@@ -228,7 +234,9 @@ class RunMonitor:
                 self._iteration(event)
             case ValidationAnnounced(version, prompts):
                 self._validations[version] = _Validation(prompts * self._val_n)
-                self._tracker.status(f"validating policy version {version}")
+                # Announcements come early: the version may still be trained.
+                if version == self._loaded:
+                    self._tracker.status(f"validating policy version {version}")
             case ValidationScored():
                 self._scored(event)
             case CheckpointBegun(version):
@@ -257,6 +265,9 @@ class RunMonitor:
             )
             self._prompts.clear()
             self._loads.clear()
+            self._loaded = -1
+        elif version:
+            self._tracker.notice(f"continuing from iteration {version}")
         self._keeper.forget_after(version)
         # A validation that was cut off is repeated.
         self._validations = {
@@ -323,6 +334,11 @@ class RunMonitor:
         if self._log_samples:
             self._tracker.samples(version, self._samples("val", version, self._log_samples))
         self._tracker.traces("val", version, self._log_traces)
+
+    def _pending(self, version: int) -> bool:
+        """Return True if the validation of `version` has been announced and is not complete."""
+        validation = self._validations.get(version)
+        return validation is not None and not validation.metrics
 
     def _awaits_validation(self, version: int) -> bool:
         validation = self._validations.get(version)

@@ -216,7 +216,7 @@ def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> l
             with contextlib.suppress(Damaged):
                 saved = read(f"{run_dir}/{FOLDER}/{folder_name(number)}")
                 (incomplete if saved is None else whole).append(number)
-    gone = [number for number in sorted([*whole[:-keep], *incomplete]) if number not in spare]
+    gone = [number for number in sorted([*whole[: max(0, len(whole) - keep)], *incomplete]) if number not in spare]
     for number in gone:
         delete(f"{run_dir}/{FOLDER}/{folder_name(number)}")
     return gone

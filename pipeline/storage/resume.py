@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.places import NO_PATH
 from pipeline.derived import uses_critic
+from pipeline.models.settings import load_settings
 from pipeline.storage import moved
 from pipeline.storage.checkpoints import PROGRESS, Saved, find, iterations, newest, root
 from pipeline.storage.filesystem import filesystem_of
@@ -94,11 +95,17 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
             f"the run in {run_dir} cannot be continued by this version: {error}; if {CONFIG_FILE} is damaged, copy the "
             f"one in a checkpoint; or {remedies}"
         ) from error
+    keep_chunks(stored, config)
     changed = other_settings(stored, config, load(str(run_dir)))
     if changed:
         listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
         raise ConfigError(f"{run_dir} already holds a run with other settings: {listed}; {remedies}")
     return True
+
+
+def keep_chunks(stored: Config, config: Config) -> None:
+    """Replace a null `rollout.chunk_prompts` in `config` by the number of the run with the settings `stored`."""
+    config.rollout.chunk_prompts = config.rollout.chunk_prompts or stored.rollout.chunk_prompts
 
 
 def other_settings(stored: Config, config: Config, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
@@ -216,7 +223,9 @@ def _check_orphan(saved: Saved, config: Config) -> None:
     remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
     if config.trainer.resume == "never":
         raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
-    changed = [key for key, _, _ in other_settings(stored_config(saved), config, load(saved.place))]
+    stored = stored_config(saved)
+    keep_chunks(stored, config)
+    changed = [key for key, _, _ in other_settings(stored, config, load(saved.place))]
     if changed:
         raise ConfigError(
             f"{saved.place} is a checkpoint of a run with other settings ({', '.join(changed)}); {remedies}"
@@ -234,11 +243,21 @@ def stored_config(saved: Saved) -> Config:
 
 
 def reached(run_dir: str | Path, config: Config) -> int:
-    """Return the iteration of the run's newest complete checkpoint; 0 if there is none, or the run saved no model."""
-    if not (Path(run_dir) / "model" / "config.json").is_file():
+    """Return the iteration of the run's newest complete checkpoint, or of its model if it finished and kept none
+    (`trainer.max_ckpt_to_keep=0`); 0 if there is none, or the run saved no model."""
+    model = Path(run_dir) / "model"
+    if not (model / "config.json").is_file():
         return 0
     saved = newest(root(config.trainer, run_dir))
+    if saved is None and keeps_none(run_dir) and (settings := load_settings(model)):
+        return settings.iteration
     return saved.iteration if saved else 0
+
+
+def keeps_none(run_dir: str | Path) -> bool:
+    """Return True if the run in `run_dir` keeps no checkpoint once it has finished."""
+    file = Path(run_dir) / CONFIG_FILE
+    return file.is_file() and load_yaml(file, Config).trainer.max_ckpt_to_keep == 0
 
 
 def may_differ(key: str) -> bool:

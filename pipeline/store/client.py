@@ -76,6 +76,12 @@ class StoreClient:
         finally:
             answer.cancel()
 
+    def tell(
+        self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[None]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method without waiting for it; an error of the call is lost."""
+        self._send(method, self.attempt, *args, **kwargs)
+
     def wait_until_ready(self, patience: float) -> None:
         """Wait until the store answers, for example after a restart.
 

@@ -21,9 +21,8 @@ Each (re)start of the train workers begins a new **attempt**: a new stream is bu
 version, and the waits of older attempts fail at once. If the store itself dies, Ray starts an empty one with other
 numbers. Then all calls of the old attempt fail, the train workers restart, and a new attempt begins.
 
-The deadline of a wait counts from the last heartbeat: the start of an attempt, a publication, an acknowledgement or
-recorded validation scores. So the deadline limits the time without progress. The error of a wait names its phase, and
-the sender of the last heartbeat.
+The deadline of a wait counts from the last heartbeat, so it limits the time without progress: the start of an attempt,
+a publication, an acknowledgement, recorded scores, or a report of work (`beat`). Errors name phase and last sender.
 """
 
 import time
@@ -328,6 +327,11 @@ class PolicyStore(ShakingCalls):
         self._check(attempt)
         return self._last_version
 
+    async def beat(self, attempt: int, party: str) -> None:
+        """Record that `party`, such as an engine, is at work."""
+        async with self._changing(attempt):
+            self._waits.heartbeat(party)
+
     # events for the driver
 
     async def post(self, attempt: int, event: Event) -> None:
@@ -359,8 +363,8 @@ class PolicyStore(ShakingCalls):
 
     async def status(self) -> StoreStatus:
         """Return the state of the run and of the waits in the store."""
-        now, waits = (self.attempt, self.base, self.version, self.stopping), self._waits
-        return StoreStatus(*now, dict(waits.waiting), waits.silent_s, waits.alive_by)
+        waits = self._waits.waiting, self._waits.silent_s, self._waits.alive_by
+        return StoreStatus(self.attempt, self.base, self.version, self.stopping, dict(waits[0]), *waits[1:])
 
     async def stop(self) -> None:
         """Request that the train loop ends after its current iteration."""

@@ -97,6 +97,16 @@ class AsyncLoggers:
         deadline = time.monotonic() + timeout_s
         return [problem for _, queue in self._loggers.values() if (problem := queue.close(deadline))]
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers."""
+        return list(self._loggers)
+
     def where(self) -> dict[str, str]:
-        """Return the address or command that shows the run, by name of the tracker."""
-        return {name: logger.where() for name, (logger, _) in self._loggers.items()}
+        """Return the address or command that shows the run, by name of the tracker; for MLflow also the page with the
+        curves."""
+        places = {name: logger.where() for name, (logger, _) in self._loggers.items()}
+        for name, (logger, _) in self._loggers.items():
+            if isinstance(logger, MlflowLogger) and (charts := logger.charts()):
+                places[f"{name} curves"] = charts
+        return places

@@ -17,9 +17,9 @@ from pipeline.conversations import answered
 from pipeline.rows import ANSWER, OBSERVATION
 
 COLUMNS = (
-    *("split", "chunk", "uid", "sample", "data_source", "prompt", "prompt_ids", "response_ids", "response_mask"),
-    *("rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s", "score"),
-    *("reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
+    *("split", "chunk", "uid", "sample", "data_source", "ground_truth", "prompt", "prompt_ids", "response_ids"),
+    *("response_mask", "rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s"),
+    *("score", "reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
 )
 """Columns that a conversation and the facts about it need; a run may lack some of them."""
 

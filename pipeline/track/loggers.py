@@ -32,6 +32,8 @@ class TrackedRun:
     """True to continue the tracker runs with the ids in the folder."""
     store_of: Path | None = None
     """Folder of the run with the local MLflow store to use without a server; None takes `folder`."""
+    command: str = ""
+    """The command that started the run, without secrets."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pipeline.track.conversation import COLUMNS
 from pipeline.track.datasets import dataset_inputs
 from pipeline.track.history import write_atomically
 from pipeline.track.loggers import TrackedRun, shown
-from pipeline.track.provenance import flattened, git_commit, versions
+from pipeline.track.provenance import flattened, git_commit, user, versions
 from pipeline.track.retry_queue import Rejected
 from pipeline.track.samples import Rows, watched
 from pipeline.track.traces import Trace
@@ -42,6 +42,10 @@ PARAM_LENGTH = 6000
 TAG_LENGTH = 5000
 NAME_LENGTH = 250
 CELL_LENGTH = 4000
+LOCAL_PAGE = "http://127.0.0.1:5000"
+"""Address of a local `mlflow ui`."""
+OVERVIEW = {"algorithm": "algorithm.adv_estimator", "loss": "actor.policy_loss.loss_mode", "model": "model.path"}
+"""Tags for the columns of MLflow's table of runs, with the settings that they show."""
 ITERATIONS_PER_TABLE = 500
 QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -101,7 +105,7 @@ class MlflowLogger:
         client = self._client
         run = self._earlier_run()
         if run is None:
-            run = client.create_run(self._experiment(), run_name=self._run.name)
+            run = client.create_run(self._experiment(), tags=self._who(), run_name=self._run.name)
             write_atomically(self._id_file, f"{run.info.run_id}\n".encode())
             # A retry of the calls below goes on in this run and makes no second one.
             self._resume = True
@@ -166,6 +170,22 @@ class MlflowLogger:
             return self._server
         return f"mlflow ui --backend-store-uri sqlite:///{shown(self._store)}"
 
+    def charts(self) -> str | None:
+        """Return the address of the page with the curves of the experiment's runs; None before `start`.
+
+        MLflow shows the traces of an experiment first.
+        """
+        if not self._experiment_id:
+            return None
+        place = self._server if (self._server or "").startswith("http") else LOCAL_PAGE
+        return f"{place}/#/experiments/{self._experiment_id}/runs?compareRunsMode=CHART"
+
+    def _who(self) -> dict[str, str]:
+        """Return the tags that MLflow shows as the author and the source of a run."""
+        tags = {"mlflow.user": user(), "mlflow.source.name": self._run.command[:TAG_LENGTH]}
+        found = {name: value for name, value in tags.items() if value}
+        return found | {"mlflow.source.type": "LOCAL"} if self._run.command else found
+
     @cached_property
     def _client(self) -> "MlflowClient":
         for name, value in QUIET.items():
@@ -214,6 +234,7 @@ class MlflowLogger:
         tags = {f"version.{library}": version for library, version in versions().items()}
         if (commit := git_commit()) is not None:
             tags |= {"mlflow.source.git.commit": commit[0], "git.changed": str(commit[1]).lower()}
+        tags |= {tag: Path(settings[key]).name[:TAG_LENGTH] for tag, key in OVERVIEW.items() if key in settings}
         for key, value in settings.items():
             if have.get(names[key], value) != value:
                 tags[mlflow_name(f"resumed.{key}")] = value[:TAG_LENGTH]

@@ -6,6 +6,7 @@ and the KL to the reference policy. Pyplot is not used, because its global state
 """
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,20 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
         axes = figure.add_subplot(grid[row, :] if alone else grid[row, number % 2], sharex=scores)
         _draw_small(axes, records, metrics, name)
         if metrics is GAPS and any(value > 0 for gap in GAPS.values() for value in column(records, gap)[1]):
-            axes.set_yscale("log")
+            _scale_by_decades(axes)
         if "" in metrics:
             axes.set_ylim(max(axes.get_ylim()[0], WORST_EXPLAINED), 1.05)
     return figure
+
+
+def _scale_by_decades(axes: "Axes") -> None:
+    """Make the y axis logarithmic, from one whole decade to another; only decades have labels."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_yscale("log")
+    low, high = (math.log10(limit) for limit in axes.get_ylim())
+    axes.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def drawable(text: str) -> str:

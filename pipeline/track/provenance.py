@@ -1,10 +1,12 @@
 """The provenance of a run: flattened settings, git commit, library versions. Secrets among the settings are masked."""
 
+import getpass
 import json
 import platform
 import re
+import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,25 @@ def masked(config: Mapping[str, Any]) -> dict[str, Any]:
     numbers are masked too.
     """
     return {key: _walk(value, _holds_secrets(key), _is_environment(key)) for key, value in config.items()}
+
+
+def masked_command(words: Sequence[str]) -> str:
+    """Return a command line as text, with `***` in place of the values of settings that hold secrets."""
+    return shlex.join(_masked_word(word) for word in words)
+
+
+def _masked_word(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    free = any(_holds_secrets(part) for part in name.split("."))
+    return f"{name}=***" if equals and free and SECRET.search(word) else word
+
+
+def user() -> str | None:
+    """Return the name of the user who started this process; None if the system does not know it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return None
 
 
 def _walk(node: Any, free: bool, environment: bool) -> Any:

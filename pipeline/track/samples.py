@@ -2,7 +2,7 @@
 
 import difflib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,11 @@ from pipeline.track.trajectories import FOLDERS, iteration_files, recorded_itera
 
 KEYS = ("uid", "sample", "score", "reward_error")
 """Columns by which rows are chosen."""
+FIRST = (
+    *("iteration", "prompt", "response", "ground_truth", "score", "reward_parts", "reward_error", "ended"),
+    *("finish_reason", "data_source"),
+)
+"""Columns that a person reads first, in this order."""
 SHOWN = 8
 """Maximum number of values that an error message lists."""
 
@@ -110,6 +115,11 @@ class Rows:
             return file.read([column for column in columns if column in file.schema_arrow.names])
         except pa.ArrowInvalid as error:
             raise ValueError(f"{name} is damaged ({error}); delete it to see the other rows") from error
+
+
+def for_people(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with the columns `FIRST` before all others."""
+    return [{name: row[name] for name in dict.fromkeys((*FIRST, *row)) if name in row} for row in rows]
 
 
 def watched(rows: Rows, split: str, count: int) -> list[int]:

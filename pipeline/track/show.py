@@ -152,9 +152,14 @@ def _facts(turn: Turn) -> list[str]:
 def _summary(row: Mapping[str, Any], talk: Trajectory, answers: int) -> dict[str, str]:
     own = sum(turn.tokens for turn in talk.turns if turn.answer)
     replies = sum(turn.tokens for turn in talk.turns) - own
-    lines = {"score": f"{row['score']:g}"}
-    if row["reward_error"] is not None:
-        lines = {"error": row["reward_error"]}
+    lines: dict[str, str] = {}
+    truth = json.loads(row.get("ground_truth") or "null")
+    if truth is not None:
+        lines["truth"] = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    if row["reward_error"] is None:
+        lines["score"] = f"{row['score']:g}"
+    else:
+        lines["error"] = row["reward_error"]
     if parts := json.loads(row["reward_parts"] or "{}"):
         lines["parts"] = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in parts.items())
     lines["ended"] = why_ended(row)

@@ -19,6 +19,7 @@ from pipeline.track.history import OWN_KEYS, History
 from pipeline.track.loggers import TrackedRun, shown
 from pipeline.track.plot import learning_curve
 from pipeline.track.retry_queue import RetryQueue
+from pipeline.track.samples import for_people
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Tracker:
 
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table of sample trajectories (`prompt`, `response`, `score`, ...) to the trackers."""
-        self._loggers.samples(iteration, rows)
+        self._loggers.samples(iteration, for_people(rows))
 
     def traces(self, split: str, iteration: int, count: int) -> None:
         """Send at most `count` recorded rows of an iteration (for `val`, of a policy version) to MLflow as traces."""
@@ -148,7 +149,7 @@ class Tracker:
                 return []
             self._finished = True
             records = list(self._history.records)
-        lagging = ", ".join(["the plot", *self._loggers.where()])
+        lagging = ", ".join(["the plot", *self._loggers.names])
         self.status(f"sending the last records to {lagging} (at most {self._flush_timeout_s:.0f} s)")
         if records:
             self._plots.put("a drawing", self._plot, latest=True)

@@ -8,7 +8,7 @@ of ranks. The gradient of a mini-batch is divided by counts over all ranks.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,8 @@ class Learner(ABC):
         self.passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
         """The form in which rows pass through the model."""
         self._nonfinite_steps = 0
+        self.on_pass: Callable[[str], None] = lambda name: None
+        """Called before each pass of a micro-batch, with the learner's name."""
         self.module = shard(module, config.fsdp, device, mesh)
         check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
@@ -153,6 +155,7 @@ class Learner(ABC):
         lengths = rows.pack_lengths(packs)
         parts = int(self.all_reduce([minimum_parts(lengths, budget, units, packed)], ranks.MAX)[0])
         for part in split_micro_batches(lengths, budget, parts, units, packed):
+            self.on_pass(self.name)
             yield self.collate(rows, [packs[i] for i in part], passes)
 
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:

@@ -50,6 +50,7 @@ from pipeline.train import ranks
 from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
 from pipeline.train.feed import RowsFeed, TimedIterator
+from pipeline.train.freed import give_back
 from pipeline.train.handshake import Handshake
 from pipeline.train.learner import Learner
 from pipeline.train.loop_settings import LoopSettings
@@ -57,6 +58,9 @@ from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop
 from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
+
+BEAT_S = 15.0
+"""Seconds between two reports that a train worker computes."""
 
 
 class Loop:
@@ -78,6 +82,9 @@ class Loop:
             build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
         )
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
+        self._beaten_at = 0.0
+        for learner in self.learners:
+            learner.on_pass = self._beat
         self._try_to_save()
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
@@ -269,14 +276,23 @@ class Loop:
             batch = TrainBatch.from_table(dealt[-1])
             for update in updates:
                 update.add(batch)
+                self._give_back()
         rows = pa.concat_tables(dealt)
-        stats = [*(update.finish() for update in updates), sequence_balance(rows)]
+        stats = [sequence_balance(rows)]
+        for update in updates:
+            stats.append(update.finish())
+            self._give_back()
         for update in updates:
             if update.learner.needs_old_log_probs:
                 with self._recorded():
                     if self.actor.leads:
                         self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
         return pa.concat_tables(tables), stats if self.actor.leads else []
+
+    def _give_back(self) -> None:
+        """Give freed memory back to the system before the next of two learners computes."""
+        if self.critic and self.device.type == "cpu":
+            give_back()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -331,6 +347,12 @@ class Loop:
             state = TrainerState(self.version, cursor, validated)
         self.saver.save(self.learners, self.kl, self.version, state)
         self.saved = self.version
+
+    def _beat(self, learner: str) -> None:
+        """Report to the policy store, at most every `BEAT_S` seconds, that the learner of this name computes."""
+        if self.rank == 0 and time.monotonic() - self._beaten_at >= BEAT_S:
+            self._beaten_at = time.monotonic()
+            self._store.tell(PolicyStore.beat, f"train rank 0 (the {learner} in iteration {self.version + 1})")
 
     def _say(self, text: str) -> None:
         self._store.call(PolicyStore.post, Trouble(text))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -99,6 +100,14 @@ def test_mappings_take_any_name(text):
     assert load_config(["rollout.engine_kwargs={foo:{bar:2}}"]).rollout.engine_kwargs == {"foo": {"bar": 2}}
 
 
+def test_files_are_composed_once_and_arguments_change_no_later_settings():
+    before = load_config(["algorithm=dapo"])
+    with patch("pipeline.config.compose.compose", side_effect=AssertionError("composed again")):
+        other = load_config(["algorithm=dapo", "rollout.n=3", "rollout.stop=[x]", "algorithm.adv_estimator_kwargs.a=1"])
+        assert load_config(["algorithm=dapo"]) == before
+    assert (other.rollout.n, other.rollout.stop) == (3, ["x"]) and before.rollout.n != 3
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
@@ -184,6 +193,12 @@ def test_section_given_a_value(named):
 )
 def test_arguments_that_are_no_setting(text, keys, named):
     named(refusal(text), keys)
+
+
+def test_an_argument_with_a_package_of_hydra_names_the_key():
+    assert "the key actor.optim.lr@actor does not exist; the keys of actor.optim are" in refusal(
+        "actor.optim.lr@actor=1"
+    )
 
 
 def test_missing_files_and_broken_yaml(tmp_path, named):

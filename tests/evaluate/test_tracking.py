@@ -42,10 +42,13 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(
         loggers.log(12, 0.0, tracked(summary))
         loggers.file(table)
         assert loggers.finish(status, 30.0) == []
-    assert loggers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home.parent / 'mlflow.db'}"}
-
     client = MlflowClient(f"sqlite:///{home.parent / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("project")
+    page = f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART"
+    assert loggers.where() == {
+        "mlflow": f"mlflow ui --backend-store-uri sqlite:///{home.parent / 'mlflow.db'}",
+        "mlflow curves": page,
+    }
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(runs) == {"trained", "trained on test"}
     found = runs["trained on test"]

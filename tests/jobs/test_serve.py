@@ -25,7 +25,7 @@ from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from jobs.serve import main, parse, stop_at_ends
+from jobs.serve import Options, main, parse, ready, stop_at_ends
 from pipeline.config import Config
 from pipeline.export.api_key import RequireKey
 from pipeline.export.serve import engine_kwargs, llm_config, weights_alone
@@ -313,6 +313,18 @@ def test_refusals(
     assert main(arguments) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert printed.startswith("error: ") and sentence in printed
+
+
+def test_what_is_printed_when_the_model_is_ready() -> None:
+    node = {"NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 8080}
+    without = node | {"MetricsExportPort": -1}
+    options = Options()
+    lines = ready("m", options, [node, without], 80).splitlines()
+    assert lines[:3] == ["m: ready", "  API      http://127.0.0.1:8000/v1", "  health   http://127.0.0.1:8000/health"]
+    assert lines[3] == "  metrics  http://127.0.0.1:8000/metrics (vLLM), http://10.0.0.1:8080/metrics (Ray)"
+    assert lines[4] == "  context  80 tokens, unless --engine max_model_len=N sets more"
+    options.min_replicas = 2
+    assert [line.split()[0] for line in ready("m", options, [without]).splitlines()] == ["m:", "API", "health", "try"]
 
 
 @pytest.mark.parametrize("text", ["block_size", "a=[1"])

@@ -44,6 +44,7 @@ higher
 ── user · not in the response
 right
 
+truth     {"target": 0, "numbers": [1, 2]}
 score     0.75
 parts     acc 1
 ended     done: the environment ended it

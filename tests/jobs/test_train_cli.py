@@ -360,10 +360,26 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
     gpus = ["trainer.use_gpu=true", "trainer.gpus_per_worker=1", "trainer.num_workers=2"]
     monkeypatch.setattr("pipeline.plan.placement.local_node", lambda cpus: Node({"CPU": 8.0, "GPU": 0.0}))
     monkeypatch.setattr("jobs.train.check_versions", lambda: None)
-    assert main(["--dry-run", *arguments, *gpus]) == 0
+    assert main(["--dry-run", *arguments, *gpus]) == 2
     printed = capsys.readouterr().out
     assert "2 x 1 CPU + 1 GPU" in printed
     assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
+    # The run is meant for other machines.
+    assert main(["--dry-run", "--gpus", "2", *arguments, *gpus]) == 0
+    assert "this machine cannot run it" in capsys.readouterr().out
+
+
+def test_dry_run_compares_memory_with_the_machine(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("pipeline.plan.placement.local_node", lambda cpus: Node({"CPU": 8.0, "GPU": 0.0}))
+    assert main(["--dry-run", *arguments]) == 0
+    assert "this machine cannot run it" not in capsys.readouterr().out
+    monkeypatch.setattr("pipeline.plan.host.machine_memory", lambda: 2**30)
+    assert main(["--dry-run", *arguments]) == 2
+    printed = capsys.readouterr().out
+    assert "this machine cannot run it: the run needs about" in printed and "this machine has 1.0 GiB" in printed
 
 
 def test_dry_run_suggests_settings(
@@ -377,10 +393,11 @@ def test_dry_run_suggests_settings(
     text = capsys.readouterr().out
     assert "suggested for 2 x L4" in text and "trainer.use_gpu=true" in text and "rollout.sleep=true" in text
     gpus = ["trainer.use_gpu=true", "rollout.num_gpus=1", "rollout.num_engines=2"]
-    assert main(["--dry-run", *arguments, *gpus]) == 0
+    assert main(["--dry-run", *arguments, *gpus]) == 2
     text = capsys.readouterr().out
     assert "does not fit" not in text and "suggested" not in text
-    assert main(["--dry-run", *arguments, *gpus, "actor.ppo_max_token_len_per_gpu=15000000"]) == 0
+    large = ["actor.ppo_max_token_len_per_gpu=15000000", "rollout.n=60000"]
+    assert main(["--dry-run", *arguments, *gpus, *large]) == 2
     text = capsys.readouterr().out
     assert "does not fit" in text and "a train worker needs" in text
     assert "suggested for 4 x H100" in text and "model.enable_gradient_checkpointing=true" in text

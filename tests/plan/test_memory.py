@@ -420,7 +420,8 @@ def test_experts(tmp_path):
     assert model and model.tables == 1600
     assert model.intermediate == 2 * 6
     found = estimate(small(f"model.path={tmp_path}", *LENGTHS).config, Models(model, model, model, None))
-    tokens = 16384 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)
+    # 64 rows of a mini-batch per worker, of 40 tokens each.
+    tokens = 64 * 40 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)
     assert found.train_activations == 3 * tokens
     # `transformers` computes with experts, and with what chooses them, without linear layers.
     assert list(model.matrices) == ["model.layers.0.mlp.shared_experts.up_proj"]

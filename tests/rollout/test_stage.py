@@ -79,6 +79,7 @@ class Tickets:
 
     def __init__(self, *tickets: Ticket) -> None:
         self._tickets = list(tickets)
+        self.beats = 0
         self.spent: list[tuple[float, float]] = []
         """What the engine said of its idle and busy seconds."""
 
@@ -89,6 +90,9 @@ class Tickets:
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         self.spent.append((idle_s, busy_s))
+
+    def beat(self, engine: str) -> None:
+        self.beats += 1
 
 
 Make = Callable[..., Rollout]
@@ -343,3 +347,26 @@ def test_texts_are_those_of_the_tokenizer() -> None:
     tokenizer.clean_up_tokenization_spaces = True
     with patch.object(type(tokenizer), "batch_decode", return_value=["cleaned"]):
         assert decoded(tokenizer, ids) == ["cleaned"]
+
+
+def test_an_engine_reports_its_steps_while_it_has_chunks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.rollout.stage.BEAT_S", 0.01)
+    stage = make("grpo")
+
+    async def chunks() -> None:
+        await stage(chunk())
+        assert stage._beating is not None, "a chunk starts the reports"
+        await stage._beating
+        stage._policy.beats, stage._admitted = 0, 1  # type: ignore[attr-defined]
+        beating = asyncio.create_task(stage._beat())
+        await asyncio.sleep(0.1)
+        assert not stage._policy.beats, "the engine makes no step"  # type: ignore[attr-defined]
+        before = stage.engine.steps
+        while not stage._policy.beats:  # type: ignore[attr-defined]
+            stage.engine.steps += 1
+            await asyncio.sleep(0)
+        assert stage.engine.steps > before
+        stage._admitted = 0
+        await beating
+
+    asyncio.run(asyncio.wait_for(chunks(), 30.0))

@@ -52,6 +52,9 @@ class Versions:
     ) -> None:
         self.acknowledged.append((engine, version, crc))
 
+    def beat(self, engine: str) -> None:
+        pass
+
 
 class Place:
     """What one engine process holds: the rollout stage, and the trainer's policy at every version.

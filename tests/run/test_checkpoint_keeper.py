@@ -117,3 +117,17 @@ def test_a_metric_that_no_validation_reports_is_told_and_keeps_nothing(
     assert iterations(str(tmp_path)) == [3] and not (tmp_path / "best.json").exists()
     (told,) = [record.getMessage() for record in caplog.records]
     assert "iteration 1 has no trainer.best_metric=val-core/countdown/mean@1" in told and told.endswith(f"has {METRIC}")
+
+
+def test_none_is_kept_once_the_run_has_finished(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(tmp_path, 0, None, "max", str(tmp_path))
+    for iteration in (1, 2):
+        saved(keeper, tmp_path, iteration)
+    keeper.close()
+    assert iterations(str(tmp_path)) == [2], "a run that ends early can continue"
+    for keep, metric, left in ((1, None, [2]), (0, METRIC, [2]), (0, None, [])):
+        again = CheckpointKeeper(tmp_path, keep, metric, "max", str(tmp_path))
+        again.record(2, {METRIC: 0.5})
+        again.finished()
+        again.close()
+        assert iterations(str(tmp_path)) == left

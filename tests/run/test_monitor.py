@@ -75,7 +75,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
     monkeypatch.setattr(monitor.ray, "available_resources", lambda: {"CPU": 1.0, "memory": 5.0})
 
     def start(
-        *steps: Any, seen: Seen | None = None, lost: Any = lambda: None, **deadlines: float
+        *steps: Any, seen: Seen | None = None, lost: Any = lambda: None, news: Any = tuple, **deadlines: float
     ) -> tuple[Any, Seen, Store]:
         seen, training, clock = seen or Seen(), Training(), itertools.count(1.0)
 
@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
         watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
         watched.training, watched.begun = seen.training, seen.begun
         monkeypatch.setattr(watched, "handle", seen.handle)
-        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock), lost)
+        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock), lost, news)
         return outcome, seen, store
 
     return start
@@ -224,3 +224,9 @@ def test_what_several_processes_say_of_a_model_is_shown_once() -> None:
         watched.handle(Noted(text))
     watched.handle(Trouble("attention"))
     assert seen.notices == ["attention", "rope", "attention"]
+
+
+def test_news_of_killed_processes_are_shown(run: Any) -> None:
+    told = iter([["the engine ended"], []])
+    outcome, seen, _ = run(messages(1, 1), "end", news=lambda: next(told, []))
+    assert outcome == (False, None) and seen.notices == ["the engine ended"]

@@ -340,6 +340,26 @@ def test_the_status_says_what_is_going_on() -> None:
     assert run.statuses == said
 
 
+def test_a_version_is_validated_when_an_engine_has_it() -> None:
+    run = Run()
+    run.announce(0)
+    run.announce(3)
+    assert not run.statuses, "an announcement comes before its version is trained"
+    run.loaded(0)
+    run.loaded(3)
+    run.announce(3)
+    assert run.statuses[-2:] == ["validating policy version 3"] * 2
+
+
+def test_a_run_that_continues_says_from_where() -> None:
+    run = Run(iterations=9)
+    run.begun(3)
+    assert run.notices == ["continuing from iteration 3"]
+    new = Run()
+    new.begun(0)
+    assert not new.notices
+
+
 # Restarted train workers.
 
 

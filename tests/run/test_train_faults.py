@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
 
 from pipeline.errors import FinalError, PeerDied
@@ -20,6 +20,7 @@ from pipeline.store.client import StoreClient
 from pipeline.store.errors import StaleAttempt, StoreTimeout
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import StoreStatus
+from tests.upstream.test_ray_memory import MESSAGE
 
 
 class Health(Exception):
@@ -124,6 +125,12 @@ def wrapped(error: Exception) -> Exception:
         (FileNotFoundError("/data/igloo/train.parquet"), False),
         (ValueError("Connection closed by the judge"), False),
         (ConnectionError("Connection reset by peer"), False),
+        (OutOfMemoryError(MESSAGE), True),
+        (Health(OutOfMemoryError(MESSAGE)), True),
+        (RuntimeError(f"task\nTraceback ...\nray.exceptions.OutOfMemoryError: {MESSAGE}"), True),
+        # Memory of a GPU.
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("task\nTraceback ...\ntorch.OutOfMemoryError: CUDA out of memory"), False),
         (RuntimeError("a reward function said: gloo and RayActorError: are words"), False),
         (type("DistanceError", (ValueError,), {})("bad metric"), False),
     ],
@@ -163,6 +170,7 @@ def test_sentences() -> None:
     assert sentence(ControllerError(RunEnded("what happened"))) == "what happened"
     assert sentence(WorkerGroupError("text", {1: StoreTimeout("pace: waited")})) == "StoreTimeout: pace: waited"
     assert sentence(TimeoutError()) == "TimeoutError: no further message"
+    assert sentence(ControllerError(TimeoutError())) == "TimeoutError: no further message"
     inner = "ray.exceptions.RayTaskError(X): task\nTraceback\nValueError: the row\nray.data.Bad: outer"
     assert sentence(RuntimeError(inner)) == "ValueError: the row"
     assert describe_failure(3, ValueError("v")) == "ValueError: v"
@@ -251,3 +259,20 @@ def test_a_wait_goes_on_while_the_store_answers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ray, "get", get)
     handle = SimpleNamespace(**dict.fromkeys(("trainer_state", "status"), SimpleNamespace(remote=lambda *args: None)))
     assert StoreClient(handle, 1).wait(PolicyStore.trainer_state, 1.0) == 7
+
+
+KILLED = "ended: Ray's memory monitor killed it when node 10.0.0.7 used 22.51 GB of memory (limit 23.54 GB)"
+
+
+def test_a_kill_of_the_memory_monitor_is_named() -> None:
+    killed = OutOfMemoryError(MESSAGE)
+    assert describe_failure(1, Health(killed)) == f"the process of train rank 1 {KILLED}"
+    for error in (killed, wrapped(killed), RuntimeError(f"task\nTraceback ...\nray.exceptions.X: {MESSAGE}")):
+        assert describe_failure(0, error) == sentence(error) == f"a process of the run {KILLED}"
+
+
+def test_a_call_that_is_told_is_not_waited_for() -> None:
+    told: list[Any] = []
+    handle = SimpleNamespace(beat=SimpleNamespace(remote=lambda *args: told.append(args)))
+    StoreClient(handle, 3).tell(PolicyStore.beat, "engine a:1")
+    assert told == [(3, "engine a:1")]

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import keys
+from pipeline.models.settings import ModelSettings
 from pipeline.storage.checkpoints import FOLDER, PROGRESS
 from pipeline.storage.filesystem import check_scheme, filesystem_of
 from pipeline.storage.fingerprints import Fingerprints
@@ -304,6 +305,16 @@ def test_reached_looks_into_the_storage(tmp_path):
     assert reached(run_dir, settings(tmp_path)) == 6
 
 
+@pytest.mark.parametrize(("keep", "iteration"), [(0, 8), (1, 0)])
+def test_a_finished_run_that_keeps_no_checkpoint_is_known_by_its_model(tmp_path, keep, iteration):
+    config = load_config([f"trainer.max_ckpt_to_keep={keep}"])
+    save_yaml(config, tmp_path / "config.yaml")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    ModelSettings.of(config, 8).save(tmp_path / "model")
+    assert reached(tmp_path, config) == iteration
+
+
 def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path, named):
     filesystem, path = filesystem_of("memory://bucket/runs/")
     filesystem.create_dir(f"{path}/a")
@@ -314,3 +325,12 @@ def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path, named):
         with pytest.raises(ValueError) as refused:
             refuse("nosuch://x")
         named(refused.value, "'nosuch://x'")
+
+
+@pytest.mark.parametrize("batch", ["data.train_batch_size=1024", "data.train_batch_size=32"])
+def test_a_run_keeps_its_number_of_prompts_in_a_chunk(tmp_path, batch):
+    save_yaml(load_config([batch, "rollout.chunk_prompts=8"]), tmp_path / "config.yaml")
+    now = load_config([batch])
+    assert check_run_folder(tmp_path, now) and now.rollout.chunk_prompts == 8
+    with pytest.raises(ConfigError, match=r"rollout.chunk_prompts \(8 there, 16 now\)"):
+        check_run_folder(tmp_path, load_config([batch, "rollout.chunk_prompts=16"]))

@@ -395,6 +395,17 @@ async def test_a_deadline_counts_from_the_last_heartbeat() -> None:
 
 
 @asynchronous
+async def test_work_is_a_heartbeat() -> None:
+    store = await begun()
+    await asyncio.sleep(0.2)
+    await store.beat(1, "engine a:1 (generating)")
+    status = await store.status()
+    assert status.alive_by == "engine a:1 (generating)" and status.alive_s < 0.2
+    with pytest.raises(StaleAttempt):
+        await store.beat(0, "an engine of an earlier attempt")
+
+
+@asynchronous
 async def test_a_wait_gets_its_full_time_however_long_the_silence_before() -> None:
     store = await begun()
     await asyncio.sleep(0.6)

@@ -126,3 +126,15 @@ def test_names_of_any_script_are_drawn_apart(tmp_path: Path) -> None:
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert len(set(legend)) == 4 and max(map(len, legend)) < 100
     assert drawable("数学") == r"\u6570\u5b66" and drawable("a$b") == r"a\$b"
+
+
+def test_the_gap_has_labels_at_decades_only() -> None:
+    records = _records(3)
+    for record in records[1:]:
+        record[MAX_GAP] = 0.3 + 0.05 * record["iteration"]
+    figure = draw(records, "")
+    (axes,) = [axes for axes in figure.axes if "gap" in axes.get_title(loc="left")]
+    assert axes.get_ylim() == pytest.approx((0.1, 1.0))
+    figure.canvas.draw()
+    assert not any(label.get_text() for label in axes.yaxis.get_minorticklabels())
+    assert [label.get_text() for label in axes.yaxis.get_majorticklabels() if label.get_text()]

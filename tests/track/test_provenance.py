@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import load_config, to_flat
 from pipeline.track import provenance
-from pipeline.track.provenance import flattened, git_commit, masked, versions
+from pipeline.track.provenance import flattened, git_commit, masked, masked_command, user, versions
 
 
 def test_flattened_uses_dots_and_json() -> None:
@@ -70,3 +70,23 @@ def test_git_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert git_commit() == (head, False)
     (tmp_path / "a").write_text("2")
     assert git_commit() == (head, True)
+
+
+def test_a_command_hides_its_secrets() -> None:
+    words = ["slipstream", "train", "trainer.env_vars.HF_TOKEN=abc", "+trainer.env_vars={WANDB_API_KEY: abc, A: 1}"]
+    words += ["reward.reward_kwargs={api_key: abc}", "model.tokenizer_path=/a b", "trainer.seed=1", "--token=5"]
+    assert masked_command(words) == (
+        "slipstream train 'trainer.env_vars.HF_TOKEN=***' '+trainer.env_vars=***' 'reward.reward_kwargs=***' "
+        "'model.tokenizer_path=/a b' trainer.seed=1 --token=5"
+    )
+
+
+def test_a_user_that_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    assert user() == "ada"
+
+    def unknown() -> str:
+        raise OSError("no name for this uid")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert user() is None

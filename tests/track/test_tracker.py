@@ -21,6 +21,8 @@ CONFIG: dict[str, Any] = {
     "model": {"path": "m" * 7000},
     "trainer": {"env_vars": {"HF_TOKEN": "secret-value"}, "total_training_steps": 2},
     "data.train_files": ["train.parquet", "s3://bucket/train"],
+    "algorithm.adv_estimator": "grpo",
+    "actor.policy_loss.loss_mode": "vanilla",
     "many": {f"key{number}": number for number in range(150)},
 }
 VALIDATION = "val-core/countdown/reward/mean@1"
@@ -29,7 +31,8 @@ VALIDATION = "val-core/countdown/reward/mean@1"
 def _tracker(
     folder: Path, loggers: list[str], config: dict[str, Any] = CONFIG, resume: bool = False, **options: Any
 ) -> Tracker:
-    return Tracker(TrackedRun(folder / "run", config, "a project", "a run", resume), 2, loggers, **options)
+    run = TrackedRun(folder / "run", config, "a project", "a run", resume, command="slipstream train seed=1")
+    return Tracker(run, 2, loggers, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +41,16 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
+def test_mlflow_on_sqlite_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
     tracker = _tracker(tmp_path, ["mlflow"])
     tracker.start()
     tracker.log(0, {VALIDATION: 0.25})
     tracker.log(1, {"critic/score/mean": 0.5, "bad": float("nan")})
-    tracker.samples(1, [{"prompt": "p", "response": "r" * 9000, "score": 1.0}, {"prompt": "q", "extra": 3}])
+    rows = [{"extra": 2, "score": 1.0, "response": "r" * 9000, "ground_truth": "4", "prompt": "p"}, {"prompt": "q"}]
+    tracker.samples(1, rows)
     assert tracker.finish("interrupted") == []
     assert tracker.finish("finished") == []
 
@@ -58,13 +63,17 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
     assert run.data.params["actor.optim.lr"] == "1e-06" and run.data.params["many.key149"] == "149"
     assert len(run.data.params["model.path"]) == 6000
     assert run.data.tags["version.torch"] and run.data.tags["version.ray"]
+    assert run.info.user_id == run.data.tags["mlflow.user"] == "ada"
+    assert run.data.tags["mlflow.source.name"] == "slipstream train seed=1"
+    assert (run.data.tags["algorithm"], run.data.tags["loss"]) == ("grpo", "vanilla")
     (point,) = client.get_metric_history(run_id, "val-core/countdown/reward/mean_at_1")
     assert (point.step, point.value) == (0, 0.25)
     assert abs(point.timestamp / 1000 - read_history(tracker.metrics_path)[0]["time"]) < 0.01
     artifacts = tmp_path / "mlartifacts" / run_id / "artifacts"
     assert (artifacts / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     table = json.loads((artifacts / "samples" / "from_iteration_000000.json").read_text())
-    assert table["columns"] == ["iteration", "prompt", "response", "score", "extra"] and len(table["data"]) == 2
+    assert table["columns"] == ["iteration", "prompt", "response", "ground_truth", "score", "extra"]
+    assert len(table["data"]) == 2
     assert table["data"][0][2].endswith("(9000 characters)")
     assert "secret-value" not in (artifacts / "config.yaml").read_text() + str(run.data.params)
 

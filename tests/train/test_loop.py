@@ -297,3 +297,19 @@ def test_a_rank_ends_with_another_one_whose_rows_cannot_be_recorded(monkeypatch:
     monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value, SENTENCE]))
     with pytest.raises(NotStored, match="^the trajectories cannot be written"), Bare(None)._recorded():
         pass
+
+
+def test_work_is_reported_now_and_then_by_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], list[Any]()
+    monkeypatch.setattr("pipeline.train.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    loop = Bare(None)
+    store: Any = SimpleNamespace(tell=lambda method, party: told.append((method.__name__, party)))
+    loop._store, loop._beaten_at = store, 0.0
+    for second in range(40):
+        now[0] = 100.0 + second
+        loop._beat("actor")
+    assert told == [("beat", "train rank 0 (the actor in iteration 4)")] * 3
+    loop.rank = 1
+    loop._beaten_at = 0.0
+    loop._beat("actor")
+    assert len(told) == 3

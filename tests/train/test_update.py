@@ -187,3 +187,11 @@ def test_joined_rows_are_those_of_the_whole() -> None:
     parts = [TrainBatch.from_table(chunk) for chunk in in_chunks(referenced())]
     for name, value in vars(TrainBatch.concat(parts)).items():
         np.testing.assert_array_equal(value, getattr(whole, name), err_msg=name)
+
+
+def test_every_pass_is_reported(tiny_model: Path) -> None:
+    actor = build_actor(make_config(tiny_model, old_log_probs="recompute", ppo_max_token_len_per_gpu=32), CPU, 100)
+    passes: list[str] = []
+    actor.on_pass = passes.append
+    update(actor, table())
+    assert len(passes) > 3 and set(passes) == {"actor"}

@@ -113,12 +113,12 @@ def test_a_server_that_fails_is_an_error_of_the_row_and_nothing_is_left(tmp_path
 
 
 RUN = """
-import asyncio, sys
+import asyncio, json, sys
 from pipeline.agent.processes import Processes
-from tests.agent.inside.test_mcp_client import ROW, config
+from pipeline.config.agent import AgentConfig
 async def main():
-    processes = Processes(config(sys.argv[1]))
-    session = await processes.open(ROW, 1, 30)
+    processes = Processes(AgentConfig(**json.loads(sys.argv[1])))
+    session = await processes.open(json.loads(sys.argv[2]), 1, 30)
     asyncio.create_task(session.call("sleep", {}, 100))
     print("ready", flush=True)
     await asyncio.sleep(100)
@@ -128,7 +128,10 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("victim", ["run", "keeper", "zygote", "episode"])
 def test_no_server_outlives_a_process_above_it(tmp_path: Path, victim: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    # A server that begins at once: what ends it is not its own.
+    settings = {"tools": [f"mcp: {server([{**PLAIN, 'name': 'sleep'}])}"], "env_vars": {SECRET: str(tmp_path)}}
+    words = [sys.executable, "-c", RUN, json.dumps(settings), json.dumps(ROW)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     # Keeper, zygote, episode, server, and what the server started.
     deadline = time.monotonic() + 20
@@ -219,7 +222,7 @@ def test_a_server_that_does_not_answer_is_refused(text: str, words: str) -> None
 
 
 LISTS = """
-import json, sys
+import json, subprocess, sys, time
 tools = json.loads(sys.argv[1])
 for line in sys.stdin:
     request = json.loads(line)
@@ -233,6 +236,9 @@ for line in sys.stdin:
         next = {"nextCursor": str(page + 1)} if page < int(sys.argv[2]) else {}
         listed = [{**tool, "name": tool["name"] + "_" * page} for tool in tools]
         print(json.dumps({**answer, "result": {"tools": listed, **next}}))
+    elif method == "tools/call":
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        time.sleep(1000)
     elif "id" in request:
         print(json.dumps({**answer, "error": {"code": -32601, "message": "no such method"}}))
     sys.stdout.flush()

@@ -87,6 +87,8 @@ def test_values_that_are_written_otherwise_are_named() -> None:
     assert "the name of a folder, org-run" in notes("trainer.experiment_name=org/run")
     never = left("trainer.save_freq=0", "trainer.test_freq=0", "trainer.max_actor_ckpt_to_keep=3")
     assert never.keys() == {"trainer.save_freq", "trainer.test_freq"}
+    (trace,) = left(f"{ROLLOUT}.trace.backend=mlflow").values()
+    assert "(trainer.log_traces)" in trace[0] and not trace[1]
 
 
 @pytest.mark.parametrize(
