@@ -130,7 +130,7 @@ def training(args: argparse.Namespace, model: Path, prompts: Path, row: str, fol
         f"actor.ppo_mini_batch_size={count // 2}",
         f"trainer.total_training_steps={args.iterations}",
         "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
+        "trainer.save_freq=20",
         f"trainer.seed={args.seed}",
         "trainer.logger=[console]",
         f"trainer.default_local_dir={folder.parent}",

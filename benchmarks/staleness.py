@@ -24,6 +24,7 @@ so that nothing could be seen. A run fails, which ends the series.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -103,9 +104,12 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     Raises:
         StepFailed: puzzles or model could not be made.
     """
-    demo = Demo("countdown", INPUT_SEED, folder / "data", folder / "tiny", folder / "model")
-    demo.make_model()
-    return demo.data, demo.warm
+    demo = Demo.here("countdown", INPUT_SEED)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The demo's folders are in the current folder.
+    with contextlib.chdir(folder):
+        demo.make_model()
+    return folder / demo.data, folder / demo.model
 
 
 def claim(out: Path, shared: Sequence[str]) -> None:

@@ -145,11 +145,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """Folder of SmolLM2-135M-Instruct: the one in SLIPSTREAM_SMOLLM2, else the demo's."""
-    folder = Path(os.environ.get("SLIPSTREAM_SMOLLM2", ROOT / "models" / "smollm2"))
-    if not (folder / "config.json").is_file():
-        pytest.fail(f"SmolLM2-135M-Instruct is not in {folder}; set SLIPSTREAM_SMOLLM2 to a folder with this model")
-    return folder
+    """Folder of SmolLM2-135M-Instruct, which the demo downloads and converts."""
+    from jobs.demo import Demo
+
+    demo = Demo.here("sums", 1, "smollm2")
+    with contextlib.chdir(ROOT):
+        demo.make_model()
+    return ROOT / demo.model
 
 
 @pytest.fixture(scope="session")

@@ -58,11 +58,13 @@ def test_a_failed_reward_and_a_missing_evaluation_are_errors(tmp_path: Path) -> 
         accuracies(tmp_path / "failed")
 
 
+@pytest.mark.parametrize("experiment", ["countdown_cpu", "sums_cpu"])
 @pytest.mark.parametrize("row", [*ROWS, "grpo actor.kl_loss_coef=0.05 rollout.n=32"])
-def test_each_row_is_a_sound_run_with_all_prompts_in_a_batch(row: str, tmp_path: Path) -> None:
+def test_each_row_is_a_sound_run_with_all_prompts_in_a_batch(row: str, experiment: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.parquet"
     pq.write_table(pa.table({"number": list(range(64))}), prompts)
-    args = new_parser().parse_args(["--out", str(tmp_path), "--iterations", "7", "--", "rollout.n=16"])
+    command = ["--out", str(tmp_path), "--iterations", "7", "--experiment", experiment, "--", "rollout.n=16"]
+    args = new_parser().parse_args(command)
     config = load_config(training(args, tmp_path / "model", prompts, row, tmp_path / folder_name(row)))
     config.model.path = "org/model"
     check(config)

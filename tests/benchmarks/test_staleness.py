@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import staleness
 from benchmarks.staleness_report import Case, Outcome, complaints, read_run, summaries
+from jobs import demo
 from pipeline.config import load_config
 from pipeline.derived import rollout_correction
 from pipeline.plan.checks import check
@@ -81,6 +82,17 @@ def test_settings_of_a_run_are_sound_and_correct_what_they_should(case: Case, we
     assert Path(trainer.default_local_dir) / trainer.experiment_name == tmp_path / "runs" / "name"
     # What is given at the end holds.
     assert config.actor.optim.lr == 7e-5 and config.rollout.n == 4
+
+
+def test_the_inputs_are_those_of_the_demo_in_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, Path]] = []
+    monkeypatch.setattr(demo, "step", lambda job, *words: steps.append((job, Path.cwd())))
+    data, model = staleness.make_inputs(tmp_path / "inputs")
+    assert (data, model) == (tmp_path / "inputs/data/countdown-1", tmp_path / "inputs/models/tiny-sft-1")
+    assert steps == [(job, tmp_path / "inputs") for job in ("prepare", "tiny", "sft")]
+    assert Path.cwd() != tmp_path / "inputs"
 
 
 def test_what_is_read_of_a_run(tmp_path: Path) -> None:
