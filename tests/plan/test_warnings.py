@@ -61,7 +61,7 @@ def good(*overrides: str) -> Config:
             "agent.max_episodes | algorithm.adv_estimator",
         ),
         ("algorithm.adv_estimator=turn_grpo", "algorithm.adv_estimator"),
-        ("rollout.num_engines=65", "rollout.num_engines | rollout.num_engines"),
+        ("rollout.num_engines=65 rollout.chunk_prompts=16", "rollout.num_engines | rollout.num_engines"),
         ("rollout.num_engines=3", "rollout.num_engines"),
         ("rollout.weight_update=in_flight", "rollout.weight_update"),
         ("rollout.dtype=bfloat16", "rollout.dtype rollout.num_gpus"),
