@@ -37,6 +37,7 @@ from pipeline.config import Config, load_config
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
+from pipeline.derived import chunk_prompts
 from pipeline.greeting import Greeting
 from pipeline.models.precision import torch_dtype
 from pipeline.prompts.encode import stamp, to_table
@@ -106,6 +107,7 @@ class Probe(Rollout):
 
     def __init__(self, data: DataConfig, model: ModelConfig, rollout: RolloutConfig, *args: Any):
         super().__init__(data, model, rollout, *args)
+        assert rollout.chunk_prompts is not None, "the benchmark sets it"
         self._data, self._chunks = data, data.train_batch_size // rollout.chunk_prompts
         self._tables: list[pa.Table] = []
         self._released = asyncio.Event()
@@ -190,7 +192,7 @@ def lengths(table: pa.Table) -> str:
 def prompt_chunks(config: Config) -> list[pa.Table]:
     """Load the chunks of one iteration."""
     train, _ = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
-    size = config.rollout.chunk_prompts
+    size = chunk_prompts(config)
     rows = train.iteration(1, config.data.train_batch_size)
     return [stamp(to_table(rows[c * size : (c + 1) * size]), "train", c, 1) for c in range(len(rows) // size)]
 

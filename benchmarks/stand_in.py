@@ -28,7 +28,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
-from pipeline.derived import uses_filter
+from pipeline.derived import chunk_prompts, uses_filter
 from pipeline.generation import Generation
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.stage import Schedule
@@ -126,7 +126,7 @@ class StandInTrainer:
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
-        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        sizes = chunk_prompts(config), config.data.train_batch_size, config.algorithm.max_staleness
         admission = Admission(*sizes, iterations if uses_filter(config) else None)
         self.actor: Any = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
         begun = time.perf_counter()

@@ -188,7 +188,7 @@ def show(run_dir: Path) -> None:
     from pipeline.track.trajectories import recorded_iterations
 
     console = Console(highlight=False)
-    console.print(figures(run_dir))
+    console.print(*figures(run_dir), sep="\n")
     if validated := recorded_iterations(str(run_dir), "val"):
         console.print(answers(run_dir, validated[0], validated[-1]))
 

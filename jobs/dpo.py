@@ -15,9 +15,7 @@ from jobs.supervised import Job
 from pipeline.config import ConfigError
 from pipeline.config.preference import DPOConfig
 from pipeline.losses.preference import get_preference_loss
-from pipeline.supervised.dpo import MEASURED, DPOLoop
-
-SHOWN = (*MEASURED, *(f"val_{name}" for name in ("loss", "rewards/margins", "rewards/accuracies")))
+from pipeline.supervised.dpo import DPOLoop
 
 
 class DPOJob(Job[DPOConfig]):
@@ -32,7 +30,7 @@ class DPOJob(Job[DPOConfig]):
             raise ConfigError(str(error)) from error
 
 
-JOB = DPOJob("dpo", __doc__ or "", DPOConfig, DPOLoop, SHOWN, rows_per_pass=2)
+JOB = DPOJob("dpo", __doc__ or "", DPOConfig, DPOLoop, rows_per_pass=2)
 check, run, main = JOB.check, JOB.run, JOB.main
 
 if __name__ == "__main__":

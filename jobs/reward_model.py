@@ -11,10 +11,9 @@ import sys
 
 from jobs.supervised import Job
 from pipeline.config.supervised import PreferenceConfig
-from pipeline.supervised.preference import MEASURED, PreferenceLoop
+from pipeline.supervised.preference import PreferenceLoop
 
-SHOWN = (*MEASURED, "val_loss", "val_accuracy", "val_margin")
-JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, SHOWN, rows_per_pass=2, causal=False)
+JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, rows_per_pass=2, causal=False)
 check, run, main = JOB.check, JOB.run, JOB.main
 
 if __name__ == "__main__":

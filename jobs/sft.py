@@ -14,7 +14,7 @@ from jobs.supervised import Job
 from pipeline.config.supervised import SFTConfig
 from pipeline.supervised.sft import SFTLoop
 
-JOB = Job("sft", __doc__ or "", SFTConfig, SFTLoop, ("loss", "val_loss"))
+JOB = Job("sft", __doc__ or "", SFTConfig, SFTLoop)
 check, run, main = JOB.check, JOB.run, JOB.main
 
 if __name__ == "__main__":

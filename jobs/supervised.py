@@ -1,28 +1,26 @@
 """Driver that the supervised jobs share: `python -m jobs.sft`, `jobs.reward_model` and `jobs.dpo`."""
 
+import logging
 import os
+import shlex
 import shutil
 import sys
 import textwrap
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ray
-import ray.data
-import ray.train
-from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from rich.console import Console
 
-from jobs.command import as_called, called, message
+from jobs.command import CONTINUES, as_called, called, message
 from jobs.entry import command
-from pipeline.config import ConfigError, load
+from pipeline.config import ConfigError, load, to_flat
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.described import default, descriptions
-from pipeline.config.paths import check_out
+from pipeline.config.paths import check_apart
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
@@ -40,42 +38,24 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.plan.trial import Load, try_model, try_tokenizer
-from pipeline.run import cluster
+from pipeline.run.faults import RunEnded, sentence
+from pipeline.run.signals import INTERRUPTED
+from pipeline.storage import checkpoints
 from pipeline.storage.owner import of_folder, owned
-from pipeline.supervised.data import RowGroup, notes, train_dataset
-from pipeline.supervised.loop import SupervisedLoop, WorkerSettings, train_loop
-from pipeline.train import ranks
+from pipeline.supervised.data import CheckedRows, RowGroup, check_rows
+from pipeline.supervised.driver import Training, start_ray
+from pipeline.supervised.folder import Beginning, beginning
+from pipeline.supervised.loop import SupervisedLoop
+from pipeline.supervised.plan import SupervisedPlan, plan
+from pipeline.track.loggers import TrackedRun, shown
+from pipeline.track.provenance import masked_command
+from pipeline.track.tracker import Tracker
+from pipeline.train.schedule import jumps
 
-LINE_S = 10.0
-ANSWER_S = 60.0
-# CPUs in addition to the workers': one for the reader, one for Ray Data's work on blocks.
-DATA_CPUS = 2
+DRY_RUN = "--dry-run"
+DRY_RUN_HELP = "--dry-run checks settings, files and model, prints the plan and exits, without starting Ray."
 
 C = TypeVar("C", bound=SupervisedConfig)
-
-
-class Progress:
-    """Actor that receives metrics and notes from the workers, for the driver to print."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-        self.notes: list[str] = []
-
-    def note(self, notes: Sequence[str]) -> None:
-        """Store notes on choices that the workers made for the model."""
-        self.notes = [*notes]
-
-    def read_notes(self) -> list[str]:
-        """Return the notes on choices that the workers made for the model."""
-        return self.notes
-
-    def post(self, metrics: dict[str, float]) -> None:
-        """Store new values of metrics."""
-        self.metrics |= metrics
-
-    def read(self) -> dict[str, float]:
-        """Return the newest value of each metric."""
-        return self.metrics
 
 
 @dataclass(frozen=True)
@@ -94,9 +74,6 @@ class Job(Generic[C]):
     loop: type[SupervisedLoop[C]]
     """Class of the training loop in a worker."""
 
-    shown: tuple[str, ...]
-    """Names of the metrics in the progress line."""
-
     rows_per_pass: int = 1
     """Number of conversations, each of `data.max_length` tokens, that one forward pass must be able to hold."""
 
@@ -107,45 +84,39 @@ class Job(Generic[C]):
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command. Returns the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
-        command = " ".join(called(self.name))
+        command = [*called(self.name), *argv]
+        name = " ".join(called(self.name))
         if {"-h", "--help"} & set(argv):
             print(self.help())
             return 0
         try:
-            config = load(self.schema, argv, self.name)
-            metrics = self.run(config)
+            config = load(self.schema, [word for word in argv if word != DRY_RUN], self.name)
+            if DRY_RUN in argv:
+                return self.show_plan(config)
+            self.run(config, command)
         except ValueError as error:
-            print(f"{command}: {message(error)}", file=sys.stderr)
+            print(f"{name}: {message(error)}", file=sys.stderr)
             return 2
         except NotStarted as error:
-            print(f"{command}: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             return 1
-        except (TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
-            from pipeline.run.driver import sentence
-
-            print(f"{command}: the run failed: {sentence(error)}", file=sys.stderr)
+        except (RunEnded, TimeoutError, ray.exceptions.RayError, OSError) as error:
+            print(f"{name}: the run failed: {sentence(error)}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            print(f"{command}: interrupted, no model was saved", file=sys.stderr)
-            return 130
-        print(f"{config.out}: {metrics['step']:.0f} steps, {self.describe(metrics)}")
+            print(f"{name}: {CONTINUES}", file=sys.stderr)
+            return INTERRUPTED
         return 0
 
     def help(self) -> str:
         """Return the text of `--help`: description of the command, and all settings."""
-        lines = [as_called(self.about.strip()), "", "settings:"]
+        lines = [as_called(self.about.strip()), "", DRY_RUN_HELP, "", "settings:"]
         for key in keys(self.schema).values():
             text = descriptions(key.owner)[key.name.rpartition(".")[2]].replace("`", "")
             plain = default(key).replace("`", "")
             lines.append(f"  {key.name}={plain}")
             lines += textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")
         return "\n".join(lines)
-
-    def describe(self, metrics: dict[str, float]) -> str:
-        """Return the metrics in `shown`, numbers of dropped rows, and the speed as a short text."""
-        parts = [f"{name} {metrics[name]:.3f}" for name in self.shown if name in metrics]
-        parts += [f"{name} {metrics[name]:,.0f}" for name in ("dropped", "val_dropped") if metrics.get(name)]
-        return " ".join([*parts, f"{metrics['tokens_per_s']:,.0f} tokens/s"])
 
     def check(self, config: C) -> None:
         """Check the settings before anything is started.
@@ -171,7 +142,7 @@ class Job(Generic[C]):
             problems.append("out is not set; give the folder for the trained model.")
         else:
             try:
-                check_out(Path(config.out), (path, config.model.tokenizer_path, lora.path))
+                check_apart(Path(config.out), (path, config.model.tokenizer_path, lora.path))
             except ValueError as error:
                 problems.append(f"out: {error}.")
         if trainer.num_workers > 0 and data.train_batch_size % trainer.num_workers:
@@ -189,133 +160,123 @@ class Job(Generic[C]):
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def run(self, config: C) -> dict[str, float]:
-        """Train, and save the model. Returns the last value of each metric.
+    def run(self, config: C, command: Sequence[str] = ()) -> dict[str, float]:
+        """Train, and save the model. Returns the last value of each metric, and the number of the last `step`.
+
+        Args:
+            config: the settings.
+            command: words of the command as typed, which continues the run.
 
         Raises:
-            ValueError: settings, files or the model cannot be used.
-            TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError: the run failed.
+            ValueError: settings, files or the model cannot be used, or `out` holds another run.
+            RunEnded, TimeoutError, ray.exceptions.RayError: the run failed.
+            KeyboardInterrupt: the run was interrupted.
         """
         self.check(config)
+        out = self._place(config)
+        with owned([of_folder(out)], partial(print, flush=True)) as lost:
+            prepared = self._prepare(config, out)
+            lacking = prepared.plan.lacking()
+            for name, text in [*prepared.lines, *([("note", lacking)] if lacking else [])]:
+                print(f"{self.name}: {'note: ' if name == 'note' else ''}{text}", flush=True)
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            started = start_ray(config)
+            out.mkdir(parents=True, exist_ok=True)
+            trainer, begin = config.trainer, prepared.begin
+            names = trainer.project_name, out.name
+            tracked = TrackedRun(out, to_flat(config), *names, begin.exists, command=masked_command(command))
+            tracker = Tracker(tracked, prepared.plan.steps, trainer.logger, unit="step")
+            training = Training(
+                self.loop, prepared.plan, prepared.train_groups, prepared.val_groups, begin, tracker, lost
+            )
+            tracker.start()
+            status, places = "failed", {}
+            try:
+                status = training.run(out)
+                if status == "finished":
+                    places["model"] = shown(out)
+                    # The model takes their place: nothing continues a finished run.
+                    shutil.rmtree(out / checkpoints.FOLDER, ignore_errors=True)
+            except KeyboardInterrupt:
+                status = "interrupted"
+            finally:
+                if status != "finished" and command:
+                    places["to continue"] = shlex.join(command)
+                tracker.finish(status, places)
+                if started:
+                    ray.shutdown()
+            if status == "interrupted":
+                raise KeyboardInterrupt
+            if status == "failed":
+                raise RunEnded(training.problem)
+            return training.metrics
+
+    def show_plan(self, config: C) -> int:
+        """Check everything that can be checked without Ray, and print the plan. Returns the exit code: 2 if this
+        machine cannot run it.
+
+        Raises:
+            ValueError, OSError: as `run`.
+        """
+        self.check(config)
+        out = self._place(config)
+        prepared = self._prepare(config, out)
+        table = prepared.plan.render(prepared.checked, shown(out))
+        for name, text in [*prepared.lines, ("first row", prepared.checked.first)]:
+            table.add_row(name, text)
+        console = Console(markup=False)
+        console.print(table)
+        if lacking := prepared.plan.lacking():
+            console.print(f"this machine cannot run it: {lacking}", soft_wrap=True)
+        return 2 if lacking else 0
+
+    def _place(self, config: C) -> Path:
+        """Make the paths in the settings absolute, and return the folder `out`."""
         out = Path(os.path.realpath(config.out or ""))
         config.out = str(out)
-        with owned([of_folder(out)], partial(print, flush=True)):
-            # Another command may have filled the folder a moment ago.
-            check_out(out)
-            return self._run(config, out)
-
-    def _run(self, config: C, out: Path) -> dict[str, float]:
-        """Train, and save the model to the folder `out`, which this process has locked. Returns the last metrics."""
-        data, trainer = config.data, config.trainer
         name_from_root(config)
-        encoder = self.loop.encoder
+        return out
+
+    def _prepare(self, config: C, out: Path) -> "Prepared":
+        """Check files, tokenizer and model, and plan the run. Nothing is written or started.
+
+        Raises:
+            ValueError, OSError: as `run`.
+        """
+        data, encoder = config.data, self.loop.encoder
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
-        steps, epochs = plan(config, train_groups)
+        begin = beginning(out, config)
+        resolved = plan(config, train_groups, val_groups, self.causal, self.rows_per_pass)
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
         check_settings(config.model, tokenizer)
+        lines: list[tuple[str, str]] = []
         auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
         if found := coverage(config.model, auto=auto):
-            print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
+            lines.append(("adapters" if found.complete else "note", f"adapters are {found.text}"))
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
         tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]
-        for note in [*tried, *notes([*train_groups, *val_groups], encoder(tokenizer, data))]:
-            print(f"{self.name}: note: {note}", flush=True)
+        checked = check_rows(train_groups, val_groups, encoder(tokenizer, data))
+        if begin.saved:
+            begin.notes += jumps(begin.saved.progress, {"model": (config.optim, resolved.steps)})
+        lines += [("note", note) for note in (*begin.notes, *tried, *checked.notes)]
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
             taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"
-            print(f"{self.name}: {ends.line}{taught}", flush=True)
-        _start_ray(config)
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
-
-        progress: Any = ray.remote(num_cpus=0)(Progress)
-        progress = progress.remote()
-        block_rows = data.train_batch_size // trainer.num_workers
-        arguments = (train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
-        streams = {"train": train_dataset(*arguments)}
-        if self.loop.first_pass:
-            # Only whole batches, because Ray Train gives each worker the same number of rows.
-            batches = min(steps, -(-sum(group.rows for group in train_groups) // data.train_batch_size))
-            streams["first_pass"] = train_dataset(*arguments).limit(batches * data.train_batch_size)
-        for stream in streams.values():
-            stream.context.enable_progress_bars = False
-        storage = f".{out.name}.ray-train"
-        resources = {"CPU": trainer.cpus_per_worker}
-        if trainer.use_gpu:
-            resources["GPU"] = 1
-        fit = TorchTrainer(
-            train_loop,
-            train_loop_config={"settings": WorkerSettings(self.loop, config, steps, val_groups, progress)},
-            torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=int(trainer.data_timeout)),
-            scaling_config=ScalingConfig(
-                num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
-            ),
-            datasets=dict(streams),
-            # Without an order, blocks come in the order of their completion, and the run could not be repeated.
-            dataset_config=DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
-            run_config=RunConfig(
-                name=storage, storage_path=str(out.parent), failure_config=FailureConfig(max_failures=0)
-            ),
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        done = threading.Event()
-        lines = threading.Thread(target=self._print, args=(progress, steps, done), name="progress", daemon=True)
-        lines.start()
-        try:
-            fit.fit()
-        except SystemExit as stopped:
-            # On Ctrl-C Ray Train aborts the workers and exits with code 0, as if the model were written.
-            raise KeyboardInterrupt from stopped
-        finally:
-            done.set()
-            lines.join(timeout=ANSWER_S)
-            shutil.rmtree(out.parent / storage, ignore_errors=True)
-        return dict(ray.get(progress.read.remote(), timeout=ANSWER_S))
-
-    def _print(self, progress: Any, steps: int, done: threading.Event) -> None:
-        """Print the notes on the model, and the metrics every few seconds until `done` is set."""
-        over, said = False, 0
-        while not over:
-            over = done.wait(LINE_S)
-            try:
-                found, metrics = ray.get([progress.read_notes.remote(), progress.read.remote()], timeout=LINE_S)
-            except ray.exceptions.GetTimeoutError:
-                continue  # A busy machine answers a moment later, and the run does not depend on it.
-            for note in found[said:]:
-                print(f"{self.name}: note: {note}", flush=True)
-            said = len(found)
-            if metrics and not over:
-                print(f"{self.name} {metrics['step']}/{steps} {self.describe(metrics)}", flush=True)
+            lines.append(("ends", f"{ends.line}{taught}"))
+        return Prepared(train_groups, val_groups, begin, resolved, checked, lines)
 
 
-def plan(config: SupervisedConfig, groups: list[RowGroup]) -> tuple[int, int]:
-    """Return (number of optimiser steps, number of passes over the data that they take).
+@dataclass(frozen=True)
+class Prepared:
+    """A supervised run that has been checked and planned."""
 
-    `groups` are the row groups of the training files.
-    """
-    rows = sum(group.rows for group in groups)
-    batch = config.data.train_batch_size
-    steps = config.trainer.total_training_steps or rows * config.trainer.total_epochs // batch
-    if steps == 0:
-        raise ConfigError(
-            f"data.train_files holds {rows} rows, less than one data.train_batch_size={batch}; lower it or give more."
-        )
-    return steps, -(-steps * batch // rows)
-
-
-def _start_ray(config: SupervisedConfig) -> None:
-    trainer = config.trainer
-    cpus = trainer.num_workers * trainer.cpus_per_worker
-    local_cpus = trainer.ray_num_cpus or max(os.cpu_count() or 1, round(cpus + 0.5) + DATA_CPUS)
-    if not cluster.start(local_cpus, None, {}):
-        return
-    available = ray.cluster_resources()
-    for name, needed in (("CPU", cpus + 1), ("GPU", trainer.num_workers if trainer.use_gpu else 0)):
-        if available.get(name, 0) < needed:
-            raise ConfigError(
-                f"the run needs {needed:g} {name}s (trainer.num_workers={trainer.num_workers}, "
-                f"trainer.cpus_per_worker={trainer.cpus_per_worker:g}, and 1 CPU for the reader), but Ray has "
-                f"{available.get(name, 0):g}; lower trainer.num_workers or add nodes."
-            )
+    train_groups: list[RowGroup]
+    val_groups: list[RowGroup]
+    begin: Beginning
+    plan: SupervisedPlan
+    checked: CheckedRows
+    lines: list[tuple[str, str]]
+    """Lines for the user, as (name, text)."""

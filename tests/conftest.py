@@ -52,8 +52,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     if (folder := config.getoption("--share")) is not None:
         config.pluginmanager.register(Share(folder))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays, and needs no look; each look while it was imported was in vain.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

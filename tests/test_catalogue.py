@@ -50,6 +50,7 @@ def test_the_dry_run_knows_new_algorithms(
     files = [f"data.train_files={prompt_files.train}", f"model.path={tiny_model}", "data.max_prompt_length=64"]
     folder = f"trainer.default_local_dir={tmp_path}/run"
     sizes = ["data.train_batch_size=16", "data.max_response_length=16", "actor.policy_loss.dro_beta=0.1"]
+    sizes.append("trainer.ray_num_cpus=8")
     assert main(["--dry-run", *files, folder, *sizes, *new, "algorithm.lam=0.5"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "algorithm.lam=0.5" in shown, "a note says that the estimator reads no lam"

@@ -62,7 +62,18 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
         sources: input models: folders, or names on the Hub.
 
     Raises:
-        ValueError: `out` is not empty, or is, contains or lies inside one of the `sources` (links are followed).
+        ValueError: `out` is not empty, or `check_apart` refuses it.
+    """
+    check_apart(out, sources)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; choose another folder or remove it")
+
+
+def check_apart(out: Path, sources: Iterable[str | None] = ()) -> None:
+    """Refuse the output folder `out` of a model if it is a file, or overlaps with one of the input models `sources`.
+
+    Raises:
+        ValueError: `out` is a file, or is, contains or lies inside one of the `sources` (links are followed).
     """
     # `Path.resolve` raises RuntimeError for links in a circle.
     place = Path(os.path.realpath(out))
@@ -74,8 +85,6 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
     if os.path.lexists(out) and not out.is_dir():
         what = "a broken link" if out.is_symlink() else "a file"
         raise ValueError(f"{out} is {what}; choose another folder or remove it")
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; choose another folder or remove it")
 
 
 def named_folder(path: str, key: str | None = None) -> Path | None:

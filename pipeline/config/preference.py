@@ -60,7 +60,7 @@ class DPOConfig(SupervisedConfig):
         """Return sentences on settings that exclude each other, each with a true value if it applies."""
         loss = self.loss
         built_in = loss.type in BUILT_IN_LOSSES
-        return {
+        return super().problems() | {
             "{loss.type} was removed; take sigmoid or ipo, or write the loss as package.module:function": (
                 loss.type in REMOVED_LOSSES
             ),

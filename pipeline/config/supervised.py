@@ -6,6 +6,7 @@ from typing import Any
 from pipeline.config.bounds import setting
 from pipeline.config.learner import FSDPConfig, OptimConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.trainer import logger_problems
 
 
 def _optim() -> OptimConfig:
@@ -42,6 +43,9 @@ class SupervisedDataConfig:
 class SupervisedTrainerConfig:
     """Length and resources of the run."""
 
+    project_name: str = "slipstream"
+    """Name of the MLflow experiment or wandb project. The run there has the name of the folder `out`."""
+
     total_epochs: int = setting(1, at_least=1)
     """Number of passes over the training data."""
 
@@ -77,8 +81,22 @@ class SupervisedTrainerConfig:
     test_freq: int = -1
     """Number of optimiser steps between validations. -1: only at the end."""
 
+    save_freq: int = setting(-1, at_least=1, or_value=-1)
+    """Number of optimiser steps between checkpoints, in `out/checkpoints`. -1: only at Ctrl-C. At the end, the model
+    takes their place."""
+
+    max_ckpt_to_keep: int = setting(2, at_least=1)
+    """Number of checkpoints to keep during the run, from the newest on."""
+
+    resume: str = setting("auto", choices=("auto", "never"))
+    """Start of the run. `auto`: continue an unfinished run in `out` from its newest checkpoint. `never`: end with an
+    error if `out` holds a run."""
+
+    logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
+    """Trackers of metrics, in addition to `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
+
     data_timeout: float = setting(600.0, above=0)
-    """Maximum wait for the next rows and for other workers, in seconds."""
+    """Maximum wait for the next rows, for other workers, and for the copy of a checkpoint, in seconds."""
 
     start_timeout: float = setting(600.0, above=0)
     """Maximum wait until all workers have started, in seconds."""
@@ -89,7 +107,7 @@ class SupervisedConfig:
     """Settings that the jobs `sft`, `reward_model` and `dpo` share."""
 
     out: str | None = setting(None, path="files")
-    """Folder for the trained model. On a cluster, all nodes must share it."""
+    """Folder for the trained model and the records of the run. On a cluster, all nodes must share it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -104,7 +122,7 @@ class SupervisedConfig:
 
     def problems(self) -> dict[str, object]:
         """Return sentences on settings that exclude each other, each with a true value if it applies."""
-        return {}
+        return logger_problems(self.trainer.logger)
 
 
 @dataclass

@@ -237,10 +237,16 @@ class TrainerConfig:
         for kind in self.accept_changed:
             sentence = f"trainer.accept_changed: {kind} is not a kind of file; choose from {', '.join(FILES)}"
             table[sentence] = kind not in FILES
-        for logger in self.logger:
-            table[f"trainer.logger: {logger} is unknown; choose from {', '.join(LOGGERS)}"] = logger not in LOGGERS
-            if logger in LOGGERS:
-                package, command = LOGGERS[logger]
-                sentence = f"trainer.logger={logger} needs the Python package {package}: {command}"
-                table[sentence] = importlib.util.find_spec(package) is None
-        return table
+        return table | logger_problems(self.logger)
+
+
+def logger_problems(names: list[str]) -> dict[str, object]:
+    """Return sentences on the trackers `trainer.logger`, each with a true value if it applies."""
+    table: dict[str, object] = {}
+    for name in names:
+        table[f"trainer.logger: {name} is unknown; choose from {', '.join(LOGGERS)}"] = name not in LOGGERS
+        if name in LOGGERS:
+            package, command = LOGGERS[name]
+            sentence = f"trainer.logger={name} needs the Python package {package}: {command}"
+            table[sentence] = importlib.util.find_spec(package) is None
+    return table

@@ -11,6 +11,7 @@ attention the queries, keys and values of each context are gathered, and causal 
 - If responses share a prompt of at least `LONG_PROMPT` tokens, each response has queries only for its own tokens, and
   a mask that lets them see the prompt and earlier response tokens. CPUs also compute what the mask hides, so long
   responses are computed there in sections, each with the keys up to its end.
+- On CPUs attention is computed in float32, also if the model computes in bfloat16.
 - On GPUs, in bfloat16 or float16, one call of flash attention's kernel for rows of any length serves all contexts, if
   a trial shows that the kernel gives the right numbers.
 
@@ -217,6 +218,10 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         mask: [Q, K] bool if K > Q; None if Q = K.
         scaling: factor of the attention scores; None for 1 / sqrt(D).
     """
+    dtype = query.dtype
+    if dtype == torch.bfloat16 and query.device.type == "cpu":
+        # In bfloat16 torch's backward pass takes three times as long for short contexts.
+        query, key, value = query.float(), key.float(), value.float()
     count, behind = query.shape[2], key.shape[2] - query.shape[2]
     step = MASKED_QUERIES if mask is not None and query.device.type == "cpu" else count
     outputs = []
@@ -233,7 +238,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )
-    return torch.cat(outputs, 2)
+    return torch.cat(outputs, 2).to(dtype)
 
 
 def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:

@@ -29,7 +29,7 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.precision import torch_dtype
-from pipeline.models.save import WeightWriter, gathered_blocks, partial_of, take_place
+from pipeline.models.save import WeightWriter, gathered_blocks, join, partial_of, readable, take_place
 from pipeline.models.save_settings import save_settings
 from pipeline.models.slices import adopt, take_slices
 
@@ -114,7 +114,8 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
                 setattr(part, name, buffer.to(device))
     else:
         module.to(device)  # buffers; fully_shard moved the parameters
-    for part in module.modules():
+    # One rank has nothing to sum, and would copy the gradients to divide them by 1.
+    for part in module.modules() if mesh.data.size() > 1 else ():
         if isinstance(part, FSDPModule):
             # A plain sum on every backend: gloo has neither AVG nor premultiplied sums.
             part.set_gradient_divide_factor(1.0)
@@ -170,6 +171,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     ends: Sequence[int] = (),
     replace: bool = False,
+    into: bool = False,
 ) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
@@ -184,6 +186,7 @@ def save_hf(
         dtype: dtype of the saved weights; None keeps the model's (with adapters: the base's).
         ends: ids of the end tokens (`ends.py`) for `generation_config.json`; empty keeps the model's.
         replace: whether an older save in `folder` is replaced.
+        into: whether `folder` may hold other files, which stay, but no model.
 
     Raises NotSavedError, on every rank, if rank 0 could not write.
     """
@@ -214,7 +217,11 @@ def save_hf(
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
-            take_place(partial, folder, replace)
+            readable(partial)
+            if into:
+                join(partial, folder)
+            else:
+                take_place(partial, folder, replace)
     # The other ranks wait for rank 0 in `_agree`; libraries raise errors of many kinds for a full disk.
     except Exception as problem:  # noqa: BLE001
         error = problem
@@ -230,6 +237,7 @@ def try_save(
     dtype: torch.dtype | None = None,
     ends: Sequence[int] = (),
     replace: bool = False,
+    into: bool = False,
 ) -> None:
     """Try whether `save_hf` with the same arguments would work: write its files without weights, and delete them.
 

@@ -5,6 +5,7 @@
 At any time rank 0 holds only the tensors of one transformer block and of one file.
 """
 
+import errno
 import json
 import os
 import re
@@ -55,15 +56,40 @@ def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        for file in partial.glob("*.safetensors"):
-            # safetensors makes files that only their owner can read, but other users may serve the model.
-            file.chmod(0o644)
+        readable(partial)
         take_place(partial, folder, replace)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, SafetensorError):
             raise OSError(f"{folder} could not be written: {error}") from error
         raise
+
+
+def readable(folder: Path) -> None:
+    """Give files of weights, which safetensors lets only their owner read, the mode of any new file (the umask)."""
+    made = folder / f"{uuid.uuid4().hex}.mode"
+    made.touch()
+    mode = made.stat().st_mode & 0o777
+    made.unlink()
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
+
+
+def join(partial: Path, folder: Path) -> None:
+    """Move the files of a complete model into `folder`, in which other files stay; `config.json`, by which a folder is
+    a model, comes last. Remains of an interrupted `join` are replaced.
+
+    Raises OSError if `folder` holds a model, or cannot be written.
+    """
+    if (folder / "config.json").exists():
+        raise FileExistsError(errno.EEXIST, "it holds a model")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        shutil.move(path, target)
+    partial.rmdir()
 
 
 def take_place(partial: Path, folder: Path, replace: bool) -> None:
@@ -86,9 +112,7 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
         # An empty folder at which another disk is mounted cannot be replaced by a rename.
         if replace or not folder.is_dir() or any(folder.iterdir()):
             raise
-        for path in partial.iterdir():
-            shutil.move(path, folder / path.name)
-        partial.rmdir()
+        join(partial, folder)
     if old.exists():
         for path in old.iterdir():
             if not (folder / path.name).exists() and not WEIGHTS.fullmatch(path.name):

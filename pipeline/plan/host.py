@@ -27,7 +27,7 @@ def machine_memory() -> int:
         try:
             limits.append(int((CGROUPS / name).read_text()))
         except (OSError, ValueError):
-            # There is no such file, or it says "max".
+            # The file is missing, or holds "max".
             continue
     return min(limits)
 

@@ -33,10 +33,10 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     table.add_column(style="bold")
     table.add_column()
     table.add_row(
-        "model", f"{config.model.path}" + (f", {_count_words(memory.parameters)} parameters" if memory else "")
+        "model", f"{config.model.path}" + (f", {count_words(memory.parameters)} parameters" if memory else "")
     )
     if lora := config.model.lora.rank:
-        trained = f" with {_count_words(memory.adapter)} parameters" if memory else ""
+        trained = f" with {count_words(memory.adapter)} parameters" if memory else ""
         table.add_row(
             "adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.weight_sync]}"
         )
@@ -192,9 +192,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
         "memory of a train worker",
         shown(memory.train_peak)
         + (f" of {gpu.words}" if gpu and config.trainer.use_gpu else "")
-        + f": weights {shown(memory.train_weights)}, gradients {shown(memory.train_gradients)}, optimiser "
-        f"{shown(memory.train_optimizer)}, gathered weights {shown(memory.train_gathered)}, activations of {tokens:,} "
-        f"tokens {shown(memory.train_activations + memory.train_kept)}, logits {shown(memory.train_logits)}"
+        + f": {worker_parts(memory, tokens)}"
         + (f", critic {critic}" if uses_critic(config) else "")
         + (f", reference {reference}" if shards_reference(config) else "")
         + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else "")
@@ -232,5 +230,14 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     yield "rows in the object store", f"{shown(memory.rows)} per iteration at most"
 
 
-def _count_words(count: int) -> str:
+def worker_parts(memory: Memory, tokens: int) -> str:
+    """Return the parts of a train worker's memory as text; `tokens` is the number of tokens in a pass."""
+    return (
+        f"weights {shown(memory.train_weights)}, gradients {shown(memory.train_gradients)}, optimiser "
+        f"{shown(memory.train_optimizer)}, gathered weights {shown(memory.train_gathered)}, activations of {tokens:,} "
+        f"tokens {shown(memory.train_activations + memory.train_kept)}, logits {shown(memory.train_logits)}"
+    )
+
+
+def count_words(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

@@ -19,7 +19,9 @@ from pipeline.agent.inside import verl
 from pipeline.agent.inside.remote import MCP, OPENENV
 from pipeline.config import Config, to_flat
 from pipeline.config.agent import AgentConfig
+from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import value_of
+from pipeline.config.supervised import SupervisedConfig
 from pipeline.imports import split
 from pipeline.prompts.files import find
 from pipeline.replay.recording import iteration_range
@@ -55,6 +57,24 @@ def fingerprints(config: Config) -> Fingerprints:
     return Fingerprints(models, prompt_marks(config), code, stamp())
 
 
+def supervised_fingerprints(config: SupervisedConfig) -> Fingerprints:
+    """Compute the fingerprints of all files that a supervised run trains on; validation files do not count.
+
+    Args:
+        config: the settings; local paths are absolute.
+
+    Raises:
+        ValueError, OSError: training files are missing, or a file cannot be read.
+    """
+    of_model = ((key, value_of(config, key)) for key in MODELS if key.startswith("model."))
+    models = {key: found for key, path in of_model if path and (found := model_marks(path))}
+    code = {}
+    if isinstance(config, DPOConfig) and all(split(config.loss.type)):
+        code["loss.type"] = marks(_files(modules.files_of(split(config.loss.type)[0], modules.user_path())))
+    prompts = {"data.train_files": file_marks(config.data.train_files, "data.train_files")}
+    return Fingerprints(models, prompts, code, stamp())
+
+
 def model_marks(path: str) -> Marks:
     """Compute the marks (size and hash) of the files in a model's folder.
 
@@ -74,9 +94,7 @@ def prompt_marks(config: Config) -> dict[str, Marks]:
     data, found = config.data, {}
     for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if paths:
-            files = find(paths, key)
-            names = _relative([name for name, _, _ in files])
-            found[key] = marks((name, *file[1:]) for name, file in zip(names, files, strict=True))
+            found[key] = file_marks(paths, key)
     if data.recorded_run is not None:
         recorded = recorded_files(data.recorded_run)
         if data.recorded_iterations:
@@ -86,6 +104,13 @@ def prompt_marks(config: Config) -> dict[str, Marks]:
         filesystem, root = filesystem_of(data.recorded_run)
         found["data.recorded_run"] = marks((path.removeprefix(f"{root}/"), filesystem, path) for path in paths)
     return found
+
+
+def file_marks(paths: Any, key: str) -> Marks:
+    """Compute the marks (size and hash) of the parquet files `paths`, the value of the setting `key`."""
+    files = find(paths, key)
+    names = _relative([name for name, _, _ in files])
+    return marks((name, *file[1:]) for name, file in zip(names, files, strict=True))
 
 
 def code_files(config: Config) -> Iterator[tuple[str, list[tuple[str, pafs.FileSystem, str]]]]:

@@ -180,8 +180,8 @@ class RunMonitor:
                     time.sleep(PAUSE_S)
                     continue
                 silent_since = None
-                for text in news():
-                    self._tracker.notice(text)
+                for notice in news():
+                    self._tracker.notice(notice)
                 # An event whose handling Ctrl-C interrupts is read again.
                 for number, event in enumerate(events, start=last - len(events) + 1):
                     try:

@@ -47,41 +47,46 @@ _SECTIONS = {
 }
 MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
 """Settings that a continued run may change. A name that ends in a dot stands for all settings of its section."""
+SUPERVISED_MAY_DIFFER = (
+    *("out", "trainer.max_token_len_per_gpu", "trainer.logits_chunk_tokens"),
+    *("trainer.data_timeout", "trainer.start_timeout"),
+)
+"""Further settings that a continued supervised run may change; an RL run does not have them."""
+RUN_KEYS = ("trainer.experiment_name", "trainer.default_local_dir")
+"""Settings that name a run's folder, and the folder of all runs."""
 
 
-def check_writable(run_dir: Path) -> None:
-    """Raise ConfigError if the run's folder `run_dir` cannot be created or written."""
+def check_writable(run_dir: Path, keys: tuple[str, str] = RUN_KEYS) -> None:
+    """Raise ConfigError if the run's folder `run_dir`, which the settings `keys` name, cannot be created or written."""
+    name, parent = keys
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(
-            f"{run_dir} is a file, but the run needs a folder of this name; choose another trainer.experiment_name or "
-            "move it"
+            f"{run_dir} is a file, but the run needs a folder of this name; choose another {name} or move it"
         )
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not place.is_dir():
-        raise ConfigError(
-            f"{place} is a file, so the run's folder {run_dir} cannot be made; choose another trainer.default_local_dir"
-        )
+        raise ConfigError(f"{place} is a file, so the run's folder {run_dir} cannot be made; choose another {parent}")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{place} is not writable, so the run cannot be kept in {run_dir}; allow writing or choose another "
-            "trainer.default_local_dir"
+            f"{place} is not writable, so the run cannot be kept in {run_dir}; allow writing or choose another {parent}"
         )
 
 
-def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
+def check_run_folder(run_dir: str | Path, config: Any, resume: str = "auto", keys: tuple[str, str] = RUN_KEYS) -> bool:
     """Return True if `run_dir`, which need not exist, already holds this run.
 
     Args:
         run_dir: the run's folder.
-        config: the settings now.
+        config: the settings now, of an RL run or of a supervised one.
         resume: `trainer.resume`; `never` refuses a folder that holds a run.
+        keys: settings that name the folder, and the folder of all runs.
 
     Raises:
         ConfigError: the folder cannot be created or written, holds another run, or holds files but not a run.
     """
     run_dir = Path(run_dir)
-    check_writable(run_dir)
-    remedies = f"choose another trainer.experiment_name or delete {run_dir}"
+    check_writable(run_dir, keys)
+    remedies = f"choose another {keys[0]} or delete {run_dir}"
     if not run_dir.exists() or all(path.name.startswith(FILE) for path in run_dir.iterdir()):
         return False
     if not (run_dir / CONFIG_FILE).is_file():
@@ -89,13 +94,14 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     if resume == "never":
         raise ConfigError(f"{run_dir} already holds a run and trainer.resume=never; {remedies}")
     try:
-        stored = load_yaml(run_dir / CONFIG_FILE, Config)
+        stored = load_yaml(run_dir / CONFIG_FILE, type(config))
     except ConfigError as error:
         raise ConfigError(
-            f"the run in {run_dir} cannot be continued by this version: {error}; if {CONFIG_FILE} is damaged, copy the "
-            f"one in a checkpoint; or {remedies}"
+            f"the run in {run_dir} cannot be continued by this version or command: {error}; if {CONFIG_FILE} is "
+            f"damaged, copy the one in a checkpoint; or {remedies}"
         ) from error
-    keep_chunks(stored, config)
+    if isinstance(config, Config):
+        keep_chunks(stored, config)
     changed = other_settings(stored, config, load(str(run_dir)))
     if changed:
         listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
@@ -108,7 +114,7 @@ def keep_chunks(stored: Config, config: Config) -> None:
     config.rollout.chunk_prompts = config.rollout.chunk_prompts or stored.rollout.chunk_prompts
 
 
-def other_settings(stored: Config, config: Config, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
+def other_settings(stored: Any, config: Any, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
     """Return the settings that keep a run from being continued, as (key, value of the run, value now).
 
     Args:
@@ -121,7 +127,7 @@ def other_settings(stored: Config, config: Config, known: Fingerprints | None) -
     return [entry for entry in changed if not same_files(*entry, known) or _lost(entry[0], config)]
 
 
-def _lost(key: str, config: Config) -> bool:
+def _lost(key: str, config: Any) -> bool:
     """Return True if the storage was changed to one without checkpoints of the run, so that the run was not moved
     there."""
     return key == "trainer.storage_path" and not iterations(root(config.trainer, ""))
@@ -224,7 +230,8 @@ def _check_orphan(saved: Saved, config: Config) -> None:
     if config.trainer.resume == "never":
         raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
     stored = stored_config(saved)
-    keep_chunks(stored, config)
+    if isinstance(config, Config):
+        keep_chunks(stored, config)
     changed = [key for key, _, _ in other_settings(stored, config, load(saved.place))]
     if changed:
         raise ConfigError(
@@ -262,4 +269,5 @@ def keeps_none(run_dir: str | Path) -> bool:
 
 def may_differ(key: str) -> bool:
     """Return True if the setting `key` may change in a continued run."""
-    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)
+    allowed = (*MAY_DIFFER, *SUPERVISED_MAY_DIFFER)
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in allowed)

@@ -8,11 +8,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray.data
 
 from pipeline.cells import values
@@ -204,17 +206,20 @@ class RowEncoder(ABC, Generic[D]):
         return last + 1
 
 
-def read(group: RowGroup, encoder: RowEncoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
+def read(
+    group: RowGroup, encoder: RowEncoder[Any], random: np.random.Generator | None, first: int = 0
+) -> Iterator[pa.Table]:
     """Yield the encoded rows of one row group, at most `SLICE_ROWS` at a time.
 
     Args:
         group: the row group.
         encoder: encodes the rows.
         random: shuffles the rows; None keeps the order of the file.
+        first: number of rows to leave out at the beginning of the order.
     """
     rows = encoder.whole(_read(group, encoder, group.rows), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
-    for start in range(0, group.rows, SLICE_ROWS):
+    for start in range(first, group.rows, SLICE_ROWS):
         part = order[start : start + SLICE_ROWS]
         places = [str(group.file.place(group.number, int(row))) for row in part]
         yield encoder.encode(rows.take(pa.array(part)), places)
@@ -233,22 +238,53 @@ def _read(group: RowGroup, encoder: RowEncoder[Any], rows: int) -> pa.Table:
     return pa.Table.from_batches([batch for _, batch in parts]).drop_columns(media)
 
 
-def notes(groups: list[RowGroup], encoder: RowEncoder[Any]) -> Iterator[str]:
-    """Encode the first rows of the files as a check; yields sentences for the user on columns and fields not read.
+@dataclass
+class CheckedRows:
+    """The first rows of the files, which are encoded before a job starts."""
 
-    About `CHECKED_ROWS` rows are encoded in all.
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user on columns and fields that are not read."""
+    lengths: list[int] = field(default_factory=list)
+    """Number of tokens of each checked row of the training files."""
+    first: str = ""
+    """The first training row as the model reads it."""
+
+
+def token_columns(table: pa.Table) -> list[str]:
+    """Return the names of the columns with token ids."""
+    return [name for name in table.column_names if name.endswith("_ids")]
+
+
+def token_counts(table: pa.Table) -> list[int]:
+    """Return the number of tokens of each row, over all columns with token ids."""
+    counts = [pc.list_value_length(table[name]).to_numpy() for name in token_columns(table)]
+    return [int(count) for count in np.sum(counts, axis=0)]
+
+
+def check_rows(train: list[RowGroup], val: list[RowGroup], encoder: RowEncoder[Any]) -> CheckedRows:
+    """Encode the first rows of the files as a check, about `CHECKED_ROWS` rows in all.
 
     Raises:
         ValueError: one of these rows cannot be used.
     """
+    checked, groups = CheckedRows(), [*train, *val]
+    names = {group.file.name for group in train}
     first = list({group.file.name: group for group in reversed(groups)}.values())[::-1][:CHECKED_ROWS]
     for group in first:
         rows = encoder.whole(_read(group, encoder, min(group.rows, max(1, CHECKED_ROWS // len(first)))), group)
-        encoder.encode(rows, [f"{group.file.key}: {group.file.place(group.number, row)}" for row in range(len(rows))])
+        places = [f"{group.file.key}: {group.file.place(group.number, row)}" for row in range(len(rows))]
+        encoded = encoder.encode(rows, places)
+        if group.file.name in names:
+            checked.lengths += token_counts(encoded)
+            texts = (encoder.tokenizer.decode(encoded[name][0].as_py()) for name in token_columns(encoded))
+            checked.first = checked.first or "\n".join(texts)
         unread = [name for name in group.file.columns if name not in encoder.columns()]
         if unread:
-            yield f"{group.file.key}: {group.file.name} has columns that are not read: {', '.join(unread)}"
-    yield from encoder.omissions.notes
+            checked.notes.append(
+                f"{group.file.key}: {group.file.name} has columns that are not read: {', '.join(unread)}"
+            )
+    checked.notes += encoder.omissions.notes
+    return checked
 
 
 def held_rows(
@@ -288,9 +324,29 @@ class Reader:
         self.encoder = encoder.of(model, data)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for epoch, number in zip(batch["epoch"].to_pylist(), batch["group"].to_pylist(), strict=True):
-            random = np.random.default_rng([self.seed, epoch, number]) if self.encoder.data.shuffle else None
-            yield from read(self.groups[number], self.encoder, random)
+        for part in batch.to_pylist():
+            key = [self.seed, part["epoch"], part["group"]]
+            random = np.random.default_rng(key) if self.encoder.data.shuffle else None
+            yield from read(self.groups[part["group"]], self.encoder, random, part["first"])
+
+
+def reading_order(groups: list[RowGroup], seed: int | None, epochs: int, done: int) -> list[dict[str, int]]:
+    """Return the row groups of all epochs in the order in which they are read, each with its first row to read.
+
+    Args:
+        groups: row groups of the training files.
+        seed: seed of the order; None keeps the order of the files.
+        epochs: number of epochs.
+        done: number of rows to leave out at the beginning.
+    """
+    order = []
+    for epoch in range(epochs):
+        numbers = range(len(groups)) if seed is None else np.random.default_rng([seed, epoch]).permutation(len(groups))
+        for number in map(int, numbers):
+            if done < groups[number].rows:
+                order.append({"epoch": epoch, "group": number, "first": max(done, 0)})
+            done -= groups[number].rows
+    return order
 
 
 def train_dataset(
@@ -301,6 +357,7 @@ def train_dataset(
     seed: int,
     epochs: int,
     block_rows: int,
+    done: int = 0,
 ) -> ray.data.Dataset:
     """Build the stream of encoded rows of all epochs, in an order that depends only on the seed.
 
@@ -312,11 +369,9 @@ def train_dataset(
         seed: seed of the order.
         epochs: number of epochs.
         block_rows: number of rows of each block; the last may have fewer.
+        done: number of rows to leave out at the beginning, which a run that continues has trained on.
     """
-    order = []
-    for epoch in range(epochs):
-        numbers = np.random.default_rng([seed, epoch]).permutation(len(groups)) if data.shuffle else range(len(groups))
-        order += [{"epoch": epoch, "group": int(number)} for number in numbers]
+    order = reading_order(groups, seed if data.shuffle else None, epochs, done)
     stream = ray.data.from_items(order, override_num_blocks=len(order)).map_batches(
         Reader,
         fn_constructor_args=(groups, encoder, model, data, seed),

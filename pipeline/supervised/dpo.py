@@ -8,7 +8,7 @@
 3. The loss is the mean over the pairs of the global batch (`loop.py`).
 """
 
-import time
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,17 +22,13 @@ from pipeline.models.packing import pack
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.sharing import Passes, share_prefixes
 from pipeline.rows import flat
+from pipeline.store.events import Noted
 from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, AnswerBatch, DPOEncoder
 from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
 """Names of the sums over a micro-batch: losses; number of kept rows; number of answers, sum of rewards and sum of
 log-probs of each side; and number of pairs whose chosen answer has the larger reward."""
-MEASURED = (
-    *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
-    *("logps/chosen", "logps/rejected"),
-)
-"""Names of the metrics of a batch."""
 
 
 class DPOLoop(SupervisedLoop[DPOConfig]):
@@ -67,13 +63,11 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         that the pass did not have.
         """
         numbers, scores = [np.zeros(0, dtype=np.int64)], [np.zeros((0, len(SIDES)))]
-        tokens, start = 0, time.perf_counter()
+        if self.rank == 0:
+            self._tell(Noted("computing the log-probs of the start model"))
         while (table := self.rows.next("rows for the reference")) is not None:
             numbers.append(table["row"].to_numpy())
             scores.append(self.score(table))
-            tokens += self.tokens(table)
-            if self.rank == 0:
-                self.settings.progress.post.remote({"step": 0, "tokens_per_s": tokens / (time.perf_counter() - start)})
         row = torch.from_numpy(np.concatenate(numbers)).to(self.device)
         size = int(self._reduce(int(row.max()) + 1 if len(row) else 0, dist.ReduceOp.MAX))
         found = torch.from_numpy(np.concatenate(scores)).to(self.device)
@@ -118,6 +112,12 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         metrics = super().step(self._with_reference(table, scores))
         self._dropped += metrics["dropped"]
         return metrics | {"dropped": self._dropped}
+
+    def state(self) -> dict[str, Any]:
+        return {"dropped": self._dropped}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._dropped = state["dropped"]
 
     def count(self, table: pa.Table) -> int:
         return int(np.count_nonzero(np.diff(flat(table, f"{CHOSEN}_ids")[1])))

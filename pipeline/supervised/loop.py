@@ -5,11 +5,12 @@
 2. Each rank gets `train_batch_size / num_workers` rows per step, as one block. The ranks get blocks in turn, so step k
    trains on the same rows for any number of ranks.
 3. Rows run in micro-batches within a token budget, packed or grouped by length (`models/micro_batches.py`).
+4. Checkpoints are written and restored as in an RL run (`train/checkpoint.py`); an iteration is a step. The order of
+   rows depends only on seed and epoch, so the number of steps is the place in the data.
 """
 
 import math
 import os
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,14 +21,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
+import ray
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config import save_yaml
 from pipeline.config.supervised import SupervisedConfig
+from pipeline.errors import FinalError
 from pipeline.models.fsdp import NotSavedError, clip_grad_norm, rescue, save_hf, shard, try_save
 from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
@@ -35,14 +38,26 @@ from pipeline.models.pretrained import Pretrained
 from pipeline.models.repeatable import check_repeatable
 from pipeline.models.sharing import Passes
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.supervised.data import RowEncoder, RowGroup, held_rows
+from pipeline.stats import Stat, Stats, reduce
+from pipeline.store.events import AttemptBegun, CheckpointSaved, Event, IterationTrained, Noted, TrainingEnded, Trouble
+from pipeline.supervised.data import RowEncoder, RowGroup, held_rows, token_counts
 from pipeline.threads import compute_threads
+from pipeline.track.performance import memory_metrics
+from pipeline.train import ranks
+from pipeline.train.checkpoint import NotStored, Saver, staging
 from pipeline.train.feed import TimedIterator
 from pipeline.train.optim import build_optimizer, build_scheduler
+from pipeline.train.restore import restore_own
 
 C = TypeVar("C", bound=SupervisedConfig)
 NOTES = "training_notes.txt"
 """File in the folder of a trained model with notes on choices that were made while it was loaded."""
+WAIT = "trainer.data_timeout"
+"""Key of the time limit of a worker's waits."""
+REMEDIES = ("make room, or name another folder (the variable TMPDIR)", "make room, or choose another out")
+"""Advice for a lack of room for checkpoints, in the local folder and in `out`."""
+RECORDED_S = 60.0
+"""Seconds within which the driver must record the steps before a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,19 @@ class WorkerSettings(Generic[C]):
     val_groups: list[RowGroup]
     """Row groups of the validation files; empty without validation."""
     progress: Any
-    """Handle of the Ray actor that shows metrics (`post`) and notes (`note`) to the user."""
+    """Handle of the Ray actor `Progress`."""
+    done: int = 0
+    """Number of steps that the run has done by its checkpoint; the data set `train` begins after their rows."""
+
+
+@dataclass
+class _Model:
+    """The sharded model with its optimiser and schedule, as checkpoints take it."""
+
+    name: str
+    module: Any
+    optimizer: Any
+    scheduler: Any
 
 
 def train_loop(settings: dict[str, WorkerSettings[Any]]) -> None:
@@ -96,15 +123,21 @@ class SupervisedLoop(ABC, Generic[C]):
         model = self.load()
         passes = Passes.of(model, "never")
         self.packed, self.notes = passes.packed, passes.notes
-        if self.rank == 0:
-            settings.progress.note.remote(passes.notes)
         self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
         check_repeatable(self.model, self.device)
         self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
+        self._learners = [_Model("model", self.model, self.optimizer, self.scheduler)]
         encoder = self.encoder.of(self.config.model, self.config.data)
         self.ends = encoder.ends
         self._saver(try_save)(self.config.out or "")
+        out, limit, save_settings = self.config.out or "", trainer.data_timeout, partial(save_yaml, self.config)
+        self.saver = Saver(out, out, limit, save_settings, self._post_saved, self._say, WAIT, REMEDIES)
+        if trainer.save_freq > 0:
+            self.saver.check_room(self._learners)
+        if self.rank == 0:
+            for note in self.notes:
+                self._tell(Noted(note))
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
 
@@ -142,32 +175,104 @@ class SupervisedLoop(ABC, Generic[C]):
         """
 
     def run(self) -> None:
-        """Train for all steps, with validation every `trainer.test_freq` steps and after the last; save the model."""
-        steps = self.settings.steps
-        test_freq = self.config.trainer.test_freq
-        tokens_seen = 0
-        start = time.perf_counter()
-        for step in range(1, steps + 1):
+        """Train from the checkpoint, if there is one, to the last step or a request to stop; save the model or a
+        checkpoint.
+
+        Raises:
+            NotSavedError, FinalError: model or checkpoint could not be saved; the message names the folder that has the
+                model.
+        """
+        try:
+            self._run()
+        except NotStored as error:
+            raise FinalError(rescue(self._saver(save_hf), self._elsewhere, str(error))) from error
+
+    def _run(self) -> None:
+        step, steps, stopping = self._restore(), self.settings.steps, False
+        test_freq, save_freq = self.config.trainer.test_freq, self.config.trainer.save_freq
+        while step < steps and not stopping:
+            step, began = step + 1, time.perf_counter()
             table = self.rows.next(f"rows for step {step}")
             if table is None:
                 raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows instead of {self.block_rows}")
-            metrics = {"step": step, "lr": float(self.optimizer.param_groups[0]["lr"]), **self.step(table)}
-            tokens_seen += self.tokens(table)
-            metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
+            metrics = {"lr": float(self.optimizer.param_groups[0]["lr"]), **self.step(table)}
+            seconds = time.perf_counter() - began
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
                 metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
-            if self.rank == 0:
-                posted = self.settings.progress.post.remote(metrics)
+            stopping = self._report(step, metrics, table, seconds)
+            if step < steps and (stopping or (save_freq > 0 and step % save_freq == 0)):
+                self._save_checkpoint(step)
+        self.saver.wait()
+        if step >= steps:
+            self.save()
         if self.rank == 0:
-            ray.get(posted, timeout=self.config.trainer.data_timeout)
-        self.save()
+            self._post(TrainingEnded(step, step < steps))
 
-    def tokens(self, table: pa.Table) -> int:
-        """Estimate the number of tokens in all ranks' rows from the number in this rank's rows, `table`."""
-        columns = [table[name] for name in table.column_names if name.endswith("_ids")]
-        return self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
+    def _restore(self) -> int:
+        """Load the newest checkpoint in `out`, if there is one; returns the number of steps done. A collective."""
+        progress = restore_own(self._learners, self.config.out or "", self.config.trainer.data_timeout, self._say, WAIT)
+        done = progress["version"] if progress else 0
+        if done != self.settings.done:
+            raise FinalError(
+                f"the checkpoint after step {self.settings.done} is damaged; start the same command again, which "
+                f"continues from step {done}"
+            )
+        if progress:
+            self.load_state(progress["counts"])
+        if self.rank == 0:
+            self._tell(AttemptBegun(done))
+        return int(done)
+
+    def _report(self, step: int, metrics: dict[str, float], table: pa.Table, seconds: float) -> bool:
+        """Post the metrics of a step to the driver; a collective. Returns True if a request to stop has come.
+
+        Args:
+            step: number of the step, from 1.
+            metrics: metrics of the global batch.
+            table: this rank's rows.
+            seconds: seconds of the step, with the wait for rows.
+        """
+        stats: Stats = {
+            "perf/total_num_tokens": Stat("sum", (float(sum(token_counts(table))),)),
+            **memory_metrics(self.device),
+        }
+        found = reduce(ranks.all_gather(stats))
+        found |= {
+            "timing_s/step": seconds,
+            "perf/throughput": found["perf/total_num_tokens"] / seconds / self.world_size,
+        }
+        return bool(ranks.broadcast(self.rank == 0 and self._post(IterationTrained(step, metrics | found))))
+
+    def _save_checkpoint(self, step: int) -> None:
+        """Begin to save a checkpoint; a collective."""
+        counts = self.state()
+        if self.rank == 0:
+            # A run that continues from it does not report the steps before it again.
+            ray.get(self.settings.progress.flush.remote(RECORDED_S), timeout=2 * RECORDED_S)
+        self.saver.write(self._learners, step, {"counts": counts})
+
+    def state(self) -> dict[str, Any]:
+        """Return what the loop counts over the whole run, as JSON, for a checkpoint; a collective."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the counts that `state` returned when the checkpoint was saved."""
+
+    def _post(self, event: Event) -> bool:
+        """Post an event to the driver, and wait for the answer. Returns True if the run shall stop."""
+        return bool(ray.get(self._tell(event), timeout=self.config.trainer.data_timeout))
+
+    def _tell(self, event: Event) -> Any:
+        """Post an event to the driver; returns the reference to the answer."""
+        return self.settings.progress.post.remote(event)
+
+    def _say(self, text: str) -> None:
+        self._tell(Trouble(text))
+
+    def _post_saved(self, version: int) -> None:
+        self._tell(CheckpointSaved(version, self.rank, self.world_size))
 
     def step(self, table: pa.Table) -> dict[str, float]:
         """Take one optimiser step on this rank's rows; returns the metrics of the global batch. A collective."""
@@ -211,16 +316,21 @@ class SupervisedLoop(ABC, Generic[C]):
                 with suppress(OSError):  # the console has them, and the model is there
                     (out / NOTES).write_text("\n".join([*self.notes, ""]))
         except NotSavedError as error:
-            name = f"{out.name}-{os.getpid()}"
-            folders = (str(out.with_name(name)), f"{tempfile.gettempdir()}/{name}")
-            raise NotSavedError(rescue(save, folders, str(error))) from error
+            raise NotSavedError(rescue(save, self._elsewhere, str(error))) from error
+
+    @property
+    def _elsewhere(self) -> tuple[str, str]:
+        """Folders for the model if `out` cannot be written."""
+        out = Path(self.config.out or "")
+        name = f"{out.name}-{os.getpid()}"
+        return str(out.with_name(name)), f"{staging()}/{name}"
 
     def _saver(self, save: Callable[..., None]) -> Callable[[str | Path], None]:
         """Return `save` (`save_hf` or `try_save`) with the model and its tokenizer as arguments: a function of a
         folder."""
         # A reward model does not generate.
         ends = self.ends if self.model.lm.can_generate() else ()
-        return partial(save, self.model, self.tokenizer, ends=ends)
+        return partial(save, self.model, self.tokenizer, ends=ends, into=True)
 
     def check_kept(self, dropped: float, rows: str) -> None:
         """Raise RuntimeError if all rows of the run were left out.

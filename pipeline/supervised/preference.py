@@ -24,6 +24,7 @@ from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
 from pipeline.supervised.data import RowEncoder, lists
 from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
+from pipeline.train import ranks
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
 """Columns of an encoded pair: token ids of both sides, and the margin. A pair that is left out has no tokens."""
@@ -264,6 +265,16 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         self._last_tokens |= {int(row[-1]) for row in kept_pairs(table)["chosen_ids"]}
         return metrics | {"dropped": self._dropped}
 
+    def state(self) -> dict[str, Any]:
+        return {"dropped": self._dropped, "last_tokens": sorted(self._all_last_tokens())}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._dropped, self._last_tokens = state["dropped"], set(state["last_tokens"])
+
+    def _all_last_tokens(self) -> set[int]:
+        """Return the last tokens of all ranks' conversations so far; a collective."""
+        return set[int]().union(*ranks.all_gather(self._last_tokens))
+
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
         """Compute the metrics of a batch. If no pair was kept, means are left out. Arguments are as in
         `SupervisedLoop.means`."""
@@ -276,10 +287,11 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
             RuntimeError: every pair was left out.
         """
         self.check_kept(self._dropped, "pairs")
+        last_tokens = self._all_last_tokens()
         if self.model.is_decoder:
             # `transformers` scores the last token that is not padding. If conversations end with the pad token, no id
             # fits; without an id it refuses batches instead of scoring another token.
             pad_token: Any = self.tokenizer.pad_token_id
-            ends_with_pad = pad_token in self._last_tokens
+            ends_with_pad = pad_token in last_tokens
             self.model.lm.config.get_text_config().pad_token_id = None if ends_with_pad else pad_token
         super().save()

@@ -19,14 +19,14 @@ from pipeline.track.samples import Rows, watched
 MEMORY = "perf/cpu_memory_used_gb"
 ANSWERS = 5
 COLUMNS = ("uid", "sample", "prompt", "ground_truth", "response", "score")
-LONGEST = 120
+LONGEST = 60
 """Maximum length of a prompt or an answer in the table, in characters; the end of a longer text counts."""
 
 
-def figures(run_dir: Path) -> Table:
+def figures(run_dir: Path) -> tuple[Table, str]:
     """Make a table with the first and last value of validation, training reward and log-prob gap.
 
-    The caption has the number of iterations, the time, and the peak memory of a train worker.
+    Returns the table, and a line with the number of iterations, the time, and the peak memory of a train worker.
 
     Raises:
         ValueError: `metrics.jsonl` is missing or damaged.
@@ -41,13 +41,13 @@ def figures(run_dir: Path) -> Table:
     facts = [f"{records[-1]['iteration']} iterations in {clock(float(records[-1].get('elapsed_s') or 0.0))}"]
     facts += [f"{statistics.median(seconds):.1f} s each (median)"] if seconds else []
     facts += [f"a train worker took {max(memory):.1f} GiB"] if memory else []
-    table = Table(box=box.SIMPLE_HEAD, caption=", ".join(facts), caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD)
     for name in ("", "first", "last"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for label, (_, values) in curves.items():
         if values:
             table.add_row(label, f"{values[0]:.3g}", f"{values[-1]:.3g}")
-    return table
+    return table, ", ".join(facts)
 
 
 def answers(run_dir: Path, first: int, last: int) -> Table:

@@ -20,10 +20,31 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.track.balance import advice, idle_shares
-from pipeline.track.history import EXPLAINED, REWARD, column, validation_curves, validation_scores
+from pipeline.track.history import (
+    EXPLAINED,
+    LOSS,
+    REWARD,
+    VAL_LOSS,
+    column,
+    validation_curves,
+    validation_scores,
+)
 from pipeline.track.printable import printable
 
 THROUGHPUT = "perf/throughput"
+FIGURES = {
+    REWARD: "reward {:.3f}",
+    LOSS: "loss {:.3f}",
+    "accuracy": "acc {:.3f}",
+    "rewards/accuracies": "acc {:.3f}",
+    "grad_norm": "grad norm {:.2g}",
+    "lr": "lr {:.1e}",
+    THROUGHPUT: "{:,.0f} tok/s",
+}
+"""Metrics that a progress line shows, with their form."""
+ORDER = (REWARD, "validation", "pace", THROUGHPUT, "idle")
+SUPERVISED_ORDER = (LOSS, "accuracy", "rewards/accuracies", "validation", "grad_norm", THROUGHPUT, "lr", "pace")
+"""Figures of a progress line, the most important first."""
 STEP = "timing_s/step"
 RECENT = 0.8
 WIDTH = 80
@@ -57,7 +78,7 @@ class RunConsole:
         self._first: int | None = None
         self._iteration = 0
         self._step_s: float | None = None
-        self._reward = self._validation = self._throughput = self._idle = ""
+        self._shown: dict[str, str] = {}
         self._status = "starting"
 
     def start(self) -> None:
@@ -93,14 +114,16 @@ class RunConsole:
                 took = (now - self._last_at) / (iteration - self._iteration)
                 self._step_s = took if self._step_s is None else RECENT * self._step_s + (1 - RECENT) * took
             self._iteration, self._last_at = iteration, now
-            if REWARD in metrics:
-                self._reward = f"reward {metrics[REWARD]:.3f}"
-            scores = validation_scores(metrics)
-            if scores:
-                self._validation = f"val {sum(scores.values()) / len(scores):.3f} ({iteration})"
-            if THROUGHPUT in metrics:
-                self._throughput = f"{metrics[THROUGHPUT]:,.0f} tok/s"
-            self._idle = idle_shares(metrics) or self._idle
+            self._shown |= {name: form.format(metrics[name]) for name, form in FIGURES.items() if name in metrics}
+            if scores := validation_scores(metrics):
+                self._shown["validation"] = f"val {sum(scores.values()) / len(scores):.3f} ({iteration})"
+            if LOSS in metrics:
+                # Only the line of a validated step has room for it.
+                self._shown["validation"] = f"val {metrics[VAL_LOSS]:.3f}" if VAL_LOSS in metrics else ""
+            if self._step_s is not None:
+                self._shown["pace"] = f"{self._step_s:.1f} s/{self._unit}"
+            if shares := idle_shares(metrics):
+                self._shown["idle"] = shares
             line = self._line(now)
         self._print(line)
 
@@ -125,7 +148,7 @@ class RunConsole:
             places: paths and commands by their labels, in order.
             problems: sentences on other problems.
         """
-        rows = [*_outcome(records), *places.items()]
+        rows = [*_outcome(records, self._unit), *places.items()]
         width = max((len(label) for label, _ in rows), default=0)
         lines = [Text(""), Text(f"{self._name}: {status}", style="bold")]
         lines += [Text.assemble((f"  {label:<{width}}  ", "bold"), text) for label, text in rows]
@@ -179,8 +202,8 @@ class RunConsole:
 
     def _figures(self) -> list[str]:
         """Return the figures of the last iteration as texts, the most important first."""
-        pace = f"{self._step_s:.1f} s/{self._unit}" if self._step_s is not None else ""
-        return [text for text in (self._reward, self._validation, pace, self._throughput, self._idle) if text]
+        order = SUPERVISED_ORDER if LOSS in self._shown else ORDER
+        return [self._shown[name] for name in order if self._shown.get(name)]
 
     def _times(self, now: float) -> list[str]:
         times = [clock(now - self._began)]
@@ -197,8 +220,12 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _outcome(records: Sequence[Mapping[str, Any]], unit: str) -> list[tuple[str, str]]:
     rows = []
+    for name in (LOSS, VAL_LOSS):
+        if (found := column(records, name))[1]:
+            (first, *_, last), (before, *_, after) = ([*values, values[-1]] for values in found)
+            rows.append((name, f"{before:.3f} → {after:.3f}  ({unit} {first} → {last})"))
     for source, (iterations, scores) in validation_curves(records).items():
         first, before = iterations[0], scores[0]
         last, after = iterations[-1], scores[-1]
@@ -209,7 +236,7 @@ def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if explained := column(records, EXPLAINED)[1]:
         rows.append(("critic", f"explains {explained[0]:.2f} → {explained[-1]:.2f} of the variance of the returns"))
     if records:
-        rows.append(("iterations", str(records[-1]["iteration"])))
+        rows.append(("steps" if unit == "step" else "iterations", str(records[-1]["iteration"])))
         rows.append(("wall time", clock(float(records[-1].get("elapsed_s") or 0.0))))
     if balance := advice(records):
         rows.append(("balance", balance))

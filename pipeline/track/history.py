@@ -13,8 +13,8 @@ import math
 import numbers
 import os
 import re
-import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +24,8 @@ from typing import Any, SupportsFloat
 OWN_KEYS = ("iteration", "time", "elapsed_s")
 """Keys of every record that are not metrics."""
 REWARD = "critic/score/mean"
+LOSS, VAL_LOSS = "loss", "val_loss"
+"""Metrics of supervised runs, which have no reward."""
 EXPLAINED = "critic/vf_explained_var"
 RENAMED = {"timing_s": {"deal": "balance"}, "agent": {"ended": "stop_reason"}, "val-agent": {"ended": "stop_reason"}}
 """Renamed parts of metrics' names: {preceding part: {earlier name: current name}}."""
@@ -163,16 +165,15 @@ class History:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` in one step, so that a reader sees either the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -2,7 +2,8 @@
 
 Large panel: validation score per data source and training reward (thin as measured, thick smoothed). Small panels:
 response length, the gap between engine and trainer log-probs, and if the run has them, the critic's explained variance
-and the KL to the reference policy. Pyplot is not used, because its global state is not safe in a thread.
+and the KL to the reference policy. For a supervised run, the large panel has the losses, and the small panels are
+`SUPERVISED`. Pyplot is not used, because its global state is not safe in a thread.
 """
 
 import io
@@ -11,7 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.track.history import EXPLAINED, REWARD, column, read_history, validation_curves, write_atomically
+from pipeline.track.history import (
+    EXPLAINED,
+    LOSS,
+    REWARD,
+    VAL_LOSS,
+    column,
+    read_history,
+    validation_curves,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +30,15 @@ if TYPE_CHECKING:
 LENGTH = "response_length/mean"
 GAPS = {"largest": "training/rollout_log_probs_diff_max", "mean": "training/rollout_log_probs_diff_mean"}
 KL = {"in the loss": "actor/kl_loss", "in the reward": "actor/reward_kl_penalty"}
+SUPERVISED = {
+    "accuracy": ("accuracy", "val_accuracy"),
+    "accuracy of the rewards": ("rewards/accuracies", "val_rewards/accuracies"),
+    "margin": ("margin", "val_margin"),
+    "margin of the rewards": ("rewards/margins", "val_rewards/margins"),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("lr",),
+}
+"""Title of a small panel to its metrics; a panel without values is left out."""
 WORST_EXPLAINED = -1.0
 """Lower end of the axis of explained variance. Early values may be far below 0 and would flatten the later ones."""
 SMOOTHED = 0.1
@@ -55,28 +74,47 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
     """Draw the figure of a run; `records` are the lines of `metrics.jsonl` in order."""
     from matplotlib.figure import Figure
 
-    # By title of a small panel: its metrics by label.
-    panels = {"response length (tokens)": {"mean": LENGTH}, "log-prob gap, engine to trainer": GAPS}
-    if column(records, EXPLAINED)[1]:
-        panels["share of the returns the critic explains"] = {"": EXPLAINED}
-    if kl := {label: name for label, name in KL.items() if column(records, name)[1]}:
-        panels["KL to the reference policy"] = kl
+    supervised = bool(column(records, LOSS)[1])
+    panels = _supervised_panels(records) if supervised else _panels(records)
     rows = len(panels) // 2 + len(panels) % 2
     figure = Figure(figsize=(9, 4.3 + 1.7 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=(2.6, *[1] * rows))
     scores = figure.add_subplot(grid[0, :])
-    _draw_scores(scores, records)
+    if supervised:
+        _draw_losses(scores, records)
+    else:
+        _draw_scores(scores, records)
     figure.suptitle(drawable(title), fontsize=15, fontweight="bold", x=0.01, ha="left")
     for number, (name, metrics) in enumerate(panels.items()):
         row = 1 + number // 2
         alone = number % 2 == 0 and number == len(panels) - 1
         axes = figure.add_subplot(grid[row, :] if alone else grid[row, number % 2], sharex=scores)
-        _draw_small(axes, records, metrics, name)
+        _draw_small(axes, records, metrics, name, "step" if supervised else "iteration")
         if metrics is GAPS and any(value > 0 for gap in GAPS.values() for value in column(records, gap)[1]):
             _scale_by_decades(axes)
         if "" in metrics:
             axes.set_ylim(max(axes.get_ylim()[0], WORST_EXPLAINED), 1.05)
     return figure
+
+
+def _panels(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the small panels of an RL run: title to the metrics by label."""
+    panels = {"response length (tokens)": {"mean": LENGTH}, "log-prob gap, engine to trainer": GAPS}
+    if column(records, EXPLAINED)[1]:
+        panels["share of the returns the critic explains"] = {"": EXPLAINED}
+    if kl := {label: name for label, name in KL.items() if column(records, name)[1]}:
+        panels["KL to the reference policy"] = kl
+    return panels
+
+
+def _supervised_panels(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the small panels of a supervised run: title to the metrics by label."""
+    panels = {}
+    for title, names in SUPERVISED.items():
+        labels = {("validation" if name.startswith("val_") else "training"): name for name in names}
+        if there := {label: name for label, name in labels.items() if column(records, name)[1]}:
+            panels[title] = there
+    return panels
 
 
 def _scale_by_decades(axes: "Axes") -> None:
@@ -134,11 +172,27 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
             label=f"validation {drawable(source)}: {' → '.join(f'{score:.3f}' for score in ends)}",
             gid=f"validation {source}",
         )
+    _finish_large(axes, records, "iteration", "score")
+
+
+def _draw_losses(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
+    steps, losses = column(records, LOSS)
+    axes.plot(steps, losses, color="#94a3b8", linewidth=0.7, alpha=0.7, gid=LOSS)
+    axes.plot(steps, smoothed(losses), color="#475569", linewidth=2, label="training loss (smoothed)")
+    validated, values = column(records, VAL_LOSS)
+    if values:
+        label = f"validation loss: {' → '.join(f'{value:.3f}' for value in [values[0], *values[1:][-1:]])}"
+        axes.plot(validated, values, color=COLOURS[0], linewidth=2.2, marker="o", label=label, gid=VAL_LOSS)
+    _finish_large(axes, records, "step", "loss")
+
+
+def _finish_large(axes: "Axes", records: Sequence[dict[str, Any]], unit: str, quantity: str) -> None:
+    """Set limits, labels and legend of the large panel."""
     first, last = records[0]["iteration"], records[-1]["iteration"]
     margin = max(0.5, 0.02 * (last - first))
     axes.set_xlim(first - margin, last + margin)
-    axes.set_xlabel("iteration", fontsize=11)
-    axes.set_ylabel("score", fontsize=11)
+    axes.set_xlabel(unit, fontsize=11)
+    axes.set_ylabel(quantity, fontsize=11)
     style(axes)
     if axes.lines:
         axes.legend(loc="best", fontsize=11, framealpha=0.9)
@@ -168,12 +222,14 @@ def _minutes_above(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     above.tick_params(labelsize=10, colors="#475569")
 
 
-def _draw_small(axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[str, str], title: str) -> None:
+def _draw_small(
+    axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[str, str], title: str, unit: str
+) -> None:
     for number, (label, name) in enumerate(metrics.items()):
         iterations, values = column(records, name)
         axes.plot(iterations, values, color=COLOURS[number + 1], linewidth=1.3, label=label, gid=name)
     axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel("iteration", fontsize=10)
+    axes.set_xlabel(unit, fontsize=10)
     if len(metrics) > 1:
         axes.margins(y=0.3)
         axes.legend(fontsize=9, loc="upper left", ncols=len(metrics), frameon=False)

@@ -36,13 +36,19 @@ class Tracker:
         total_iterations: total number of iterations; None if unknown.
         loggers: any of `console`, `mlflow`, `wandb`, `tensorboard`.
         flush_timeout_s: maximum seconds that `finish` waits for slow trackers.
+        unit: short word for one iteration on the console.
 
     Raises:
         ValueError, ImportError: see `check_loggers`.
     """
 
     def __init__(
-        self, run: TrackedRun, total_iterations: int | None, loggers: Sequence[str], flush_timeout_s: float = 30.0
+        self,
+        run: TrackedRun,
+        total_iterations: int | None,
+        loggers: Sequence[str],
+        flush_timeout_s: float = 30.0,
+        unit: str = "it",
     ) -> None:
         self._run, self._flush_timeout_s = run, flush_timeout_s
         self._loggers = AsyncLoggers(loggers, run)
@@ -52,9 +58,9 @@ class Tracker:
         self._history: History | None = None
         self._finished = False
         if "console" in loggers:
-            self._console = RunConsole(run.name, total_iterations, log=run.folder / "console.log")
+            self._console = RunConsole(run.name, total_iterations, log=run.folder / "console.log", unit=unit)
         else:
-            self._console = RunConsole(run.name, total_iterations, Console(quiet=True, force_terminal=False))
+            self._console = RunConsole(run.name, total_iterations, Console(quiet=True, force_terminal=False), unit=unit)
 
     @property
     def metrics_path(self) -> Path:

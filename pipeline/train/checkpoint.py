@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray.train
 import torch
@@ -39,13 +39,23 @@ from pipeline.storage.manifest import listed
 from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, disk, lacking
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
-from pipeline.train.learner import Learner
 from pipeline.train.optim import bytes_kept
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """First and longest pause between attempts to reach the storage, in seconds. The pause doubles each time."""
 STANDING_S = 60.0
 """Seconds for which a `STANDING` error, which rarely passes by itself, is retried while training waits."""
+DEADLINE = "trainer.deadlines.checkpoint"
+"""Key of the time limit for copying a checkpoint."""
+
+
+class Trained(Protocol):
+    """A sharded model whose training a checkpoint continues: of an RL run, actor or critic."""
+
+    name: str
+    module: Any
+    optimizer: Any
+    scheduler: Any
 
 
 class NotStored(RuntimeError):
@@ -62,6 +72,8 @@ class Saver:
         save_settings: writes the run's settings to a file.
         copied: called in the copying thread with the version, after this rank's part was copied.
         say: called, in any thread, with a sentence about a retry.
+        deadline_key: name of the setting `deadline`, for errors.
+        remedies: advice for a lack of room in the local folder and in the storage.
 
     Raises OSError as `staging` does.
     """
@@ -74,10 +86,12 @@ class Saver:
         save_settings: Callable[[Path], None],
         copied: Callable[[int], None],
         say: Callable[[str], None],
+        deadline_key: str = DEADLINE,
+        remedies: tuple[str, str] = (STAGING_REMEDY, STORAGE_REMEDY),
     ):
         self._run_dir = run_dir
         self._root = root
-        self._deadline = deadline
+        self._deadline, self._key, self._remedies = deadline, deadline_key, remedies
         self._save_settings = save_settings
         self._copied = copied
         self._say = say
@@ -91,7 +105,7 @@ class Saver:
         self._awaited: float | None = None
         """Monotonic time since which training waits for the copy; None if it does not wait."""
 
-    def check_room(self, learners: Sequence[Learner]) -> None:
+    def check_room(self, learners: Sequence[Trained]) -> None:
         """Report each disk, local or of the storage, without room for a checkpoint of `learners`; a collective."""
         needed = sum(
             bytes_kept(parameter, learner.optimizer)
@@ -104,21 +118,32 @@ class Saver:
         beside = [rank for rank, (*place, _) in enumerate(parts) if tuple(place) == here]
         checks = []
         if beside[0] == self._rank:
-            checks.append((self.staging, sum(parts[rank][-1] for rank in beside), STAGING_REMEDY))
+            checks.append((self.staging, sum(parts[rank][-1] for rank in beside), self._remedies[0]))
         if self._rank == 0:
-            checks.append((f"{self._root}/{FOLDER}", sum(part[-1] for part in parts), STORAGE_REMEDY))
+            checks.append((f"{self._root}/{FOLDER}", sum(part[-1] for part in parts), self._remedies[1]))
         for place, count, remedy in checks:
             if problem := lacking(place, count, remedy):
                 self._say(f"checkpoint: {problem}")
 
-    def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
-        """Write a checkpoint and begin to copy it; a collective. Waits first until the previous one has been copied.
+    def save(self, learners: Sequence[Trained], kl: KLController, version: int, state: TrainerState | None) -> None:
+        """Write a checkpoint of an RL run, as `write` does; a collective.
 
         Args:
-            learners: actor and critic; their models, optimisers and schedules are saved.
+            learners: actor and critic.
             kl: KL controller; its coefficient is saved.
             version: policy version of the learners.
             state: version, prompt cursor and state of the validation; needed on rank 0, None on others.
+        """
+        own = {"cursor": state.cursor.to_json(), "validated": state.validated, "kl_coef": kl.coef} if state else {}
+        self.write(learners, version, own)
+
+    def write(self, learners: Sequence[Trained], version: int, own: dict[str, Any]) -> None:
+        """Write a checkpoint and begin to copy it; a collective. Waits first until the previous one has been copied.
+
+        Args:
+            learners: their models, optimisers and schedules are saved.
+            version: number of iterations that the learners have trained.
+            own: further entries of `progress.json`; rank 0's are written.
 
         Raises:
             TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
@@ -127,13 +152,10 @@ class Saver:
         self.wait()
         progress: dict[str, Any] | None = None
         if self._rank == 0:
-            assert state is not None
             mlflow_run = self._record("mlflow_run_id")
             progress = {
                 "version": version,
-                "cursor": state.cursor.to_json(),
-                "validated": state.validated,
-                "kl_coef": kl.coef,
+                **own,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
                 "world_size": ranks.count(),
@@ -143,7 +165,7 @@ class Saver:
             with self._noted(storage):
                 # Files of an earlier attempt would count as parts of this checkpoint.
                 place = f"{storage}/{folder_name(version)}"
-                retry(lambda: delete(place), self._deadline, storage, "written", self._say)
+                retry(lambda: delete(place), self._deadline, storage, "written", self._say, key=self._key)
         folder: Path | None = None
         with self._noted(self.staging):
             folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self.staging))
@@ -185,7 +207,7 @@ class Saver:
         if not self._idle.wait(self._deadline):
             raise TimeoutError(
                 f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._root}/{FOLDER} "
-                f"within {self._deadline:.0f} s (trainer.deadlines.checkpoint)"
+                f"within {self._deadline:.0f} s ({self._key})"
             )
         self._agree()
 
@@ -219,9 +241,8 @@ class Saver:
             return persisted
 
         try:
-            persisted = retry(
-                copy, self._deadline, f"{self._root}/{FOLDER}", "written", self._say, lambda: self._awaited
-            )
+            place = f"{self._root}/{FOLDER}"
+            persisted = retry(copy, self._deadline, place, "written", self._say, lambda: self._awaited, self._key)
         except OSError as error:
             self._failure = error.strerror or str(error)
             self._idle.set()
@@ -271,6 +292,7 @@ def retry(
     done: str,
     say: Callable[[str], None],
     awaited: Callable[[], float | None] = lambda: -math.inf,
+    key: str = DEADLINE,
 ) -> Any:
     """Return the result of `action`, which is retried while it raises OSError.
 
@@ -282,6 +304,7 @@ def retry(
         say: called with a sentence at the first failure.
         awaited: returns the monotonic time since which the run waits for the result, from which `patience` counts; or
             None while the run does not wait, and retries have no end.
+        key: name of the setting `patience`, for the error.
 
     Raises OSError if the action still fails after that time.
     """
@@ -299,10 +322,10 @@ def retry(
                 )
             failed, since = True, awaited()
             if since is not None and time.monotonic() + pause > max(since, began) + limit:
-                key = " (trainer.deadlines.checkpoint)" if limit == patience else ""
+                by = f" ({key})" if limit == patience else ""
                 raise OSError(
                     error.errno or 5,
-                    f"checkpoint: {place} could not be {done} for {limit:.0f} s{key}: {reason}; free space there "
+                    f"checkpoint: {place} could not be {done} for {limit:.0f} s{by}: {reason}; free space there "
                     "or allow access, and start the same command again",
                 ) from error
             time.sleep(pause)
@@ -325,7 +348,7 @@ def _rng() -> dict[str, torch.Tensor]:
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
+def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
     """Return learner's name to its model and optimiser state, as tensors that `dcp` saves from or loads into.
 
     Weights that are not trained are left out.
@@ -344,7 +367,7 @@ def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
     return state
 
 
-def frozen(learner: Learner) -> set[str]:
+def frozen(learner: Trained) -> set[str]:
     """Return the names of weights that are not trained (with adapters, the base's). A tied weight has several names."""
     parameters = learner.module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}

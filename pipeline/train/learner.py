@@ -195,11 +195,6 @@ class Learner(ABC):
             self.scheduler.step()
         return stats
 
-    def restore_schedule(self, steps: int) -> None:
-        """Set the learning rate to its value after `steps` optimiser steps."""
-        self.scheduler.last_epoch = steps - 1
-        self.scheduler.step()
-
     def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
         """Reduce over all ranks, as `ranks.all_reduce`, but count ranks that process the same rows once."""
         reduced = ranks.all_reduce(values, self.device, op)

@@ -278,10 +278,11 @@ class Loop:
                 update.add(batch)
                 self._give_back()
         rows = pa.concat_tables(dealt)
-        stats = [sequence_balance(rows)]
+        stats: list[Stats] = []
         for update in updates:
             stats.append(update.finish())
             self._give_back()
+        stats.append(sequence_balance(rows))
         for update in updates:
             if update.learner.needs_old_log_probs:
                 with self._recorded():

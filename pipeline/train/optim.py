@@ -159,3 +159,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total
         total_steps: number of optimiser steps of the run.
     """
     return LambdaLR(optimizer, rate_factor(config, total_steps))
+
+
+def set_steps(scheduler: LambdaLR, steps: int) -> None:
+    """Set the learning rate to its value after `steps` optimiser steps."""
+    scheduler.last_epoch = steps - 1
+    scheduler.step()

@@ -15,6 +15,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from ray.train import Checkpoint
@@ -42,22 +43,19 @@ from pipeline.storage.manifest import wrong_content
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
-from pipeline.train.checkpoint import frozen, retry, training_state
-from pipeline.train.learner import Learner
-from pipeline.train.optim import LOW
+from pipeline.train.checkpoint import DEADLINE, Trained, frozen, retry, training_state
+from pipeline.train.optim import LOW, set_steps
 
 
 def restore(
-    learners: Sequence[Learner],
+    learners: Sequence[Trained],
     kl: KLController,
     root: str,
     policy: str | None = None,
     patience: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> TrainerState:
-    """Load the newest undamaged checkpoint of the run into `learners` and `kl`; a collective.
-
-    The files in the storage are searched, not Ray Train's list of checkpoints, which is updated later.
+    """Load the newest undamaged checkpoint of an RL run into `learners` and `kl`; a collective.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
@@ -71,21 +69,12 @@ def restore(
     Returns:
         the restored state; version 0 for a new run.
 
-    Raises:
-        OSError: the storage did not answer.
-        FinalError: all checkpoints are damaged, or the checkpoint cannot be loaded.
+    Raises as `restore_own` does.
     """
-    own = ranks.broadcast(retry(lambda: places(root), patience, root, "read", say) if ranks.rank() == 0 else None)
-    problems: list[Damaged] = []
-    for place in own:
-        with _opened(place, patience, say) as (folder, problem):
-            if problem is not None:
-                problems.append(problem)
-            elif folder is not None:
-                _keep_aside(problems, place, say)
-                return _load(folder, place, learners, kl)
-    if problems:
-        raise FinalError(none_is_whole(problems))
+    progress = restore_own(learners, root, patience, say)
+    if progress is not None:
+        kl.coef = progress["kl_coef"]
+        return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
     if policy is not None:
         with _opened(policy, patience, say) as (folder, problem):
             if folder is None:
@@ -96,8 +85,45 @@ def restore(
     return TrainerState(0, PromptCursor(), False)
 
 
+def restore_own(
+    learners: Sequence[Trained], root: str, patience: float, say: Callable[[str], None], key: str = DEADLINE
+) -> dict[str, Any] | None:
+    """Load the newest undamaged checkpoint in `root` into `learners`; a collective.
+
+    The files in the storage are searched, not Ray Train's list of checkpoints, which is updated later.
+
+    Args:
+        learners: the models, sharded over any number of ranks.
+        root: folder or URL that holds the run's folder of checkpoints.
+        patience: seconds for which a storage that does not answer is tried again.
+        say: called with a sentence about a retry or about damage.
+        key: name of the setting `patience`, for errors.
+
+    Returns:
+        the content of its `progress.json`; None without a checkpoint.
+
+    Raises:
+        OSError: the storage did not answer.
+        FinalError: all checkpoints are damaged, or the checkpoint cannot be loaded.
+    """
+    found = retry(lambda: places(root), patience, root, "read", say, key=key) if ranks.rank() == 0 else None
+    problems: list[Damaged] = []
+    for place in ranks.broadcast(found):
+        with _opened(place, patience, say, key) as (folder, problem):
+            if problem is not None:
+                problems.append(problem)
+            elif folder is not None:
+                _keep_aside(problems, place, say)
+                return _load(folder, place, learners)
+    if problems:
+        raise FinalError(none_is_whole(problems))
+    return None
+
+
 @contextlib.contextmanager
-def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator[tuple[Path | None, Damaged | None]]:
+def _opened(
+    place: str, patience: float, say: Callable[[str], None], key: str = DEADLINE
+) -> Iterator[tuple[Path | None, Damaged | None]]:
     """Yield the checkpoint at `place`, a folder or URL, as a local folder, after all checks; a collective.
 
     Yields (folder, None), (None, the damage), or (None, None) if the checkpoint is not complete.
@@ -105,7 +131,7 @@ def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator
     found: Saved | Damaged | None = None
     if ranks.rank() == 0:
         try:
-            found = retry(lambda: read(place), patience, place, "read", say)
+            found = retry(lambda: read(place), patience, place, "read", say, key=key)
         except Damaged as error:
             found = error
     found = ranks.broadcast(found)
@@ -115,9 +141,9 @@ def _opened(place: str, patience: float, say: Callable[[str], None]) -> Iterator
     filesystem, path = filesystem_of(place)
     checkpoint, files = Checkpoint(path, filesystem), found.files
     with contextlib.ExitStack() as stack:
-        folder = Path(retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read", say))
-        rank, count = ranks.rank(), ranks.count()
-        part = retry(lambda: wrong_content(folder, files, rank, count), patience, place, "read", say)
+        opened = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read", say, key=key)
+        folder, rank, count = Path(opened), ranks.rank(), ranks.count()
+        part = retry(lambda: wrong_content(folder, files, rank, count), patience, place, "read", say, key=key)
         problem = next(filter(None, ranks.all_gather(part)), None)
         yield (folder, None) if problem is None else (None, Damaged(place, problem))
 
@@ -135,17 +161,17 @@ def _keep_aside(problems: Sequence[Damaged], taken: str, say: Callable[[str], No
             say(f"{error}; it is kept as {Path(set_aside(error.place)).name}, and {taken} is taken")
 
 
-def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLController) -> TrainerState:
-    """Load the checkpoint in the local `folder` into `learners`, `kl` and the random generators; a collective.
+def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, Any]:
+    """Load the checkpoint in the local `folder` into `learners` and the random generators; a collective.
 
-    `place` names the checkpoint in errors.
+    `place` names the checkpoint in errors. Returns the content of `progress.json`.
     """
     state = training_state(learners)
     rng = folder / f"rng_{ranks.rank()}.pt"
     try:
         # Checkpoints of earlier versions lack the lower halves of bfloat16 weights, which then are zeros.
         load_checkpoint(state, folder, optional=(LOW,))
-        progress = json.loads((folder / PROGRESS).read_text())
+        progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
         generators = _generators(rng) if rng.is_file() else None
     # An earlier version listed no files.
     except ValueError as error:
@@ -163,14 +189,13 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
             # A frozen base has its weights in its own folder.
             options=StateDictOptions(strict=not frozen(learner)),
         )
-        learner.restore_schedule(progress["scheduler_steps"][learner.name])
+        set_steps(learner.scheduler, progress["scheduler_steps"][learner.name])
     if generators is not None:
         _set_rng(generators)
-    kl.coef = progress["kl_coef"]
-    return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
+    return progress
 
 
-def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None:
+def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None:
     """Load only the weights of the checkpoint in the local `folder`, for each learner that it has.
 
     `place` names the checkpoint in errors.

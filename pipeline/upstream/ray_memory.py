@@ -1,7 +1,7 @@
 """Reads from Ray which processes its memory monitor has killed.
 
-Ray (2.60) lists dead processes only in the state API, which needs the dashboard. The table behind it is read here, with
-the accessor of `ray._private.state`. If another version of Ray lacks it, kills are not named.
+Ray (2.60) lists dead processes only in the state API, which needs the dashboard. So their table is read here, with the
+accessor of `ray._private.state`. If another version of Ray lacks it, kills are not named. We know of no upstream issue.
 """
 
 import re
@@ -11,14 +11,16 @@ import ray
 
 try:
     from ray._private.state import state
-    from ray.core.generated.common_pb2 import NODE_OUT_OF_MEMORY
-    from ray.core.generated.gcs_pb2 import WorkerTableData
+    from ray.core.generated.common_pb2 import NODE_OUT_OF_MEMORY  # type: ignore[attr-defined]
+    from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]
 except ImportError:
-    state = None
+    state = None  # type: ignore[assignment]
 
 GIB = 2**30
 NODE = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
-"""Pattern of the sentence on the node in Ray's message."""
+"""Pattern of the sentence on the node in Ray's message. Its limit is the node's memory."""
+THRESHOLD = re.compile(r"exceeded threshold of \d+B \(([\d.]+%)")
+"""Pattern of the fraction of the node's memory that may be used."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,10 @@ def reason(message: str) -> str | None:
     found = NODE.search(message)
     if found is None:
         return None
-    node, used, limit = found.groups()
-    return f"Ray's memory monitor killed it when node {node} used {used} GB of memory (limit {limit} GB)"
+    node, used, memory = found.groups()
+    limit = THRESHOLD.search(message)
+    most = f"{limit[1]} of {memory} GB" if limit else f"{memory} GB"
+    return f"Ray's memory monitor killed it when node {node} used {used} GB of memory (limit {most})"
 
 
 def killed(job: str) -> list[Killed]:
@@ -51,7 +55,8 @@ def killed(job: str) -> list[Killed]:
     if read is None:
         return []
     table = (WorkerTableData.FromString(entry) for entry in read().get_worker_table())
-    dead = [worker for worker in table if worker.exit_type == NODE_OUT_OF_MEMORY and worker.job_id.hex() == job]
+    # A process that has had no task yet belongs to no job.
+    dead = [worker for worker in table if worker.exit_type == NODE_OUT_OF_MEMORY and worker.job_id.hex() in ("", job)]
     return [
         Killed(
             worker.worker_address.worker_id.hex(),

@@ -29,6 +29,7 @@ from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import keys
+from pipeline.derived import chunk_prompts
 from pipeline.losses import LossInput, Sums
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
@@ -98,7 +99,7 @@ def advantages(config: Config) -> Any:
 
 def admission(config: Config) -> list[int]:
     """The policy version that each chunk waits for."""
-    rule = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness)
+    rule = Admission(chunk_prompts(config), config.data.train_batch_size, config.algorithm.max_staleness)
     return [rule.version_needed(chunk) for chunk in range(8)]
 
 

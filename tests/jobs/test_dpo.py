@@ -20,7 +20,7 @@ from tests.jobs.test_reward_model import write
 
 def config(model: Path, files: Path, out: Path, *more: str) -> DPOConfig:
     start = [f"out={out}", f"model.path={model}", f"data.train_files={files}", "data.train_batch_size=16"]
-    return load(DPOConfig, [*start, "optim.lr=2e-3", *more], "dpo")
+    return load(DPOConfig, [*start, "optim.lr=2e-3", "trainer.logger=[console]", *more], "dpo")
 
 
 def test_check_names_every_problem() -> None:
@@ -53,7 +53,7 @@ def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.
         "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
         "loss.type=kto was removed": ["loss.type=kto", "data.train_batch_size=2"],
         "model.path": ["data.train_batch_size=2", "model.path=./missing"],
-        f"out: {other} is not empty; choose another folder or remove it.": [f"out={other}"],
+        f"{other} is not empty and holds no config.yaml, so it is not a run; choose another out": [f"out={other}"],
         f"out: {tiny_model} is {tiny_model}, which is read": [f"out={tiny_model}"],
         f"lies in {tiny_model}, which is read": [f"out={tiny_model}/tuned"],
     }

@@ -36,7 +36,7 @@ def write(path: Path, numbers: range) -> Path:
 
 def config(model: Path, files: Path, out: Path, *more: str) -> PreferenceConfig:
     start = [f"out={out}", f"model.path={model}", f"data.train_files={files}", "data.train_batch_size=16"]
-    return load(PreferenceConfig, [*start, "optim.lr=2e-3", *more], "reward_model")
+    return load(PreferenceConfig, [*start, "optim.lr=2e-3", "trainer.logger=[console]", *more], "reward_model")
 
 
 def test_check_names_every_problem() -> None:

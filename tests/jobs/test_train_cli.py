@@ -396,7 +396,7 @@ def test_dry_run_suggests_settings(
     assert main(["--dry-run", *arguments, *gpus]) == 2
     text = capsys.readouterr().out
     assert "does not fit" not in text and "suggested" not in text
-    large = ["actor.ppo_max_token_len_per_gpu=15000000", "rollout.n=60000"]
+    large = ["actor.ppo_max_token_len_per_gpu=15000000", "rollout.n=200000"]
     assert main(["--dry-run", *arguments, *gpus, *large]) == 2
     text = capsys.readouterr().out
     assert "does not fit" in text and "a train worker needs" in text

@@ -66,6 +66,16 @@ def test_outputs_and_gradients_are_those_of_each_context_alone(packs: Any) -> No
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
+def test_attention_in_bfloat16_is_computed_in_float32_on_a_cpu() -> None:
+    contexts, total = laid_out(PACKS[:3])
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, total, DIMS, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    made = layout(contexts, total)
+    exact, _ = attend(None, *(part.float() for part in states), None, packing=made)
+    found, _ = attend(None, *states, None, packing=made)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
+
+
 def test_blocks_hold_contexts_of_similar_length_and_responses_ask_alone_behind_long_prompts() -> None:
     contexts, total = laid_out(PACKS)
     made = layout(contexts, total)

@@ -1,6 +1,8 @@
 """The written folder of a model takes its place."""
 
 import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from pipeline.models.save import gathered_blocks, take_place, written_whole
+from pipeline.models.save import gathered_blocks, join, readable, take_place, written_whole
 from tests.weights.model import Model
 
 
@@ -72,3 +74,47 @@ def test_parameters_are_saved_in_another_type_and_buffers_in_their_own() -> None
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
     assert list(gathered_blocks(model, False, torch.bfloat16)) == [{}]
+
+
+def test_a_model_joins_other_files_and_replaces_remains(tmp_path: Path) -> None:
+    partial, folder = tmp_path / "partial", tmp_path / "out"
+    for place in (partial, folder):
+        (place / "adapter").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "adapter/new"):
+        (partial / name).write_text("new")
+    for name in ("metrics.jsonl", "model.safetensors", "adapter/old"):
+        (folder / name).write_text("old")
+    join(partial, folder)
+    there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    kept = {"metrics.jsonl": "old"}
+    assert there == kept | dict.fromkeys(("config.json", "model.safetensors", "adapter/new"), "new")
+    assert not partial.exists()
+
+
+def test_a_model_is_whole_with_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, folder = tmp_path / "partial", tmp_path / "out"
+    partial.mkdir()
+    for name in ("config.json", "a", "z"):
+        (partial / name).touch()
+    moved: list[str] = []
+    move = shutil.move
+    monkeypatch.setattr(shutil, "move", lambda path, target: (moved.append(path.name), move(path, target)))
+    join(partial, folder)
+    assert sorted(moved[:2]) == ["a", "z"] and moved[2] == "config.json"
+    partial.mkdir()
+    with pytest.raises(OSError, match="it holds a model"):
+        join(partial, folder)
+
+
+def test_weights_get_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    files = [tmp_path / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors"]
+    for file in files:
+        file.touch(0o600)
+    old = os.umask(0o027)
+    try:
+        readable(tmp_path)
+    finally:
+        os.umask(old)
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o640, 0o640]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model.safetensors"]

@@ -261,7 +261,7 @@ def test_a_wait_goes_on_while_the_store_answers(monkeypatch: pytest.MonkeyPatch)
     assert StoreClient(handle, 1).wait(PolicyStore.trainer_state, 1.0) == 7
 
 
-KILLED = "ended: Ray's memory monitor killed it when node 10.0.0.7 used 22.51 GB of memory (limit 23.54 GB)"
+KILLED = "ended: Ray's memory monitor killed it when node 10.0.0.7 used 22.51 GB of memory (limit 95.0% of 23.54 GB)"
 
 
 def test_a_kill_of_the_memory_monitor_is_named() -> None:

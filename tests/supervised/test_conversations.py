@@ -16,7 +16,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.preference import DPODataConfig
 from pipeline.config.supervised import PreferenceDataConfig, SFTDataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.supervised.data import notes, read
+from pipeline.supervised.data import check_rows, read
 from pipeline.supervised.dpo_data import ROW, DPOEncoder
 from pipeline.supervised.preference import PreferenceEncoder
 from pipeline.supervised.sft import SFTEncoder
@@ -326,7 +326,10 @@ def test_notes_name_columns_and_fields_that_nothing_reads(tokenizer: Any, tmp_pa
     rows = [{"messages": named, "system": "Short.", "enable_thinking": True}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
     encoder = SFTEncoder(tokenizer, SFTDataConfig())
-    found = list(notes(encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data), encoder))
+    checked = check_rows(encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data), [], encoder)
+    found = checked.notes
+    (row,) = encoder.encode(pa.Table.from_pylist(rows), ["row 0"]).to_pylist()
+    assert checked.lengths == [len(row["input_ids"])] and checked.first == tokenizer.decode(row["input_ids"])
     assert found[0].endswith("f.parquet has columns that are not read: system")
     assert "does not read enable_thinking, which the column 'enable_thinking' gives" in found[1]
     assert "leaves out `name` of messages of role user" in found[2] and len(found) == 3
@@ -334,4 +337,4 @@ def test_notes_name_columns_and_fields_that_nothing_reads(tokenizer: Any, tmp_pa
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
     groups = encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data)
     with pytest.raises(ValueError, match=r"^data\.train_files: .*f\.parquet, row 0 .*leaves out `thinking`"):
-        list(notes(groups, encoder))
+        check_rows(groups, [], encoder)

@@ -240,7 +240,7 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
         section = next(part for part in (config.loss, config.data, config.trainer, config.model) if hasattr(part, name))
         setattr(section, name, value)
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
-    progress = SimpleNamespace(**dict.fromkeys(("post", "note"), SimpleNamespace(remote=lambda told: None)))
+    progress = SimpleNamespace(post=SimpleNamespace(remote=lambda event: None))
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
     with (
         patch.object(ray.train, "get_context", return_value=context),

@@ -19,6 +19,7 @@ from jobs.prepare import hh_rlhf
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
 from pipeline.models.fsdp import NotSavedError
 from pipeline.models.micro_batches import split_micro_batches
+from pipeline.store.events import AttemptBegun, Event, IterationTrained, TrainingEnded
 from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import WorkerSettings
 from pipeline.supervised.preference import MEASURED, SCHEMA, PreferenceEncoder, PreferenceLoop, bradley_terry, collate
@@ -229,16 +230,15 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path / "model"
 
 
-def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[PreferenceLoop, list[dict[str, float]]]:
+def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[PreferenceLoop, list[Event]]:
     """The only rank of a run over `tables`, one per step, and what it posts."""
     config = PreferenceConfig(out=str(folder.parent / "out"))
     config.model.path, config.data.train_batch_size, config.optim.lr = str(folder), len(tables[0]), 1e-2
     for name, value in changes.items():
         section = next(part for part in (config.data, config.trainer) if hasattr(part, name))
         setattr(section, name, value)
-    posted: list[dict[str, float]] = []
-    told = SimpleNamespace(remote=lambda notes: None)
-    progress = SimpleNamespace(post=SimpleNamespace(remote=posted.append), note=told)
+    posted: list[Event] = []
+    progress = SimpleNamespace(post=SimpleNamespace(remote=posted.append))
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     with (
@@ -307,7 +307,10 @@ def test_pairs_left_out_are_counted_and_change_nothing(folder: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_nothing_is_saved_where_every_pair_was_left_out(folder: Path) -> None:
     loop, _ = worker(folder, [table([[]], [[]])], max_length=9)
-    with patch("ray.get"), pytest.raises(RuntimeError, match="all pairs were left out: none fits .*max_length=9"):
+    with (
+        patch("ray.get", return_value=False),
+        pytest.raises(RuntimeError, match="all pairs were left out: none fits .*max_length=9"),
+    ):
         loop.run()
     assert not (folder.parent / "out").exists()
 
@@ -318,9 +321,15 @@ def test_a_pad_token_is_saved_unless_conversations_end_with_it(folder: Path, end
     tokenizer = AutoTokenizer.from_pretrained(folder)
     last = tokenizer.pad_token_id if ends_with_padding else tokenizer.eos_token_id
     loop, posted = worker(folder, [table([[5, last], []], [[7, 8, last], []])])
-    with patch("ray.get"):
+    with patch("ray.get", return_value=False):
         loop.run()
-    assert posted[-1]["step"] == 1 and posted[-1]["dropped"] == 1 and posted[-1]["tokens_per_s"] > 0
+    begun, trained, ended = posted
+    assert begun == AttemptBegun(0) and ended == TrainingEnded(1, False)
+    assert isinstance(trained, IterationTrained) and trained.iteration == 1 and trained.metrics["dropped"] == 1
+    assert trained.metrics["perf/total_num_tokens"] == 5 and trained.metrics["perf/throughput"] > 0
+    assert loop.state() == {"dropped": 1, "last_tokens": [last]}
+    loop.load_state({"dropped": 3, "last_tokens": [1]})
+    assert loop.state() == {"dropped": 3, "last_tokens": [1]}
     config = AutoConfig.from_pretrained(folder.parent / "out")
     assert config.pad_token_id == (None if ends_with_padding else tokenizer.pad_token_id) and config.num_labels == 1
     assert AutoTokenizer.from_pretrained(folder.parent / "out").chat_template == tokenizer.chat_template

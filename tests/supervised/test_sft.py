@@ -183,7 +183,7 @@ def test_answers_without_their_thinking_are_context_alone(
 def test_rows_that_cannot_be_learnt_are_refused_before_anything_starts(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.supervised._start_ray", lambda config: pytest.fail("Ray was started"))
+    monkeypatch.setattr("jobs.supervised.start_ray", lambda config: pytest.fail("Ray was started"))
     rows = [{"messages": conversation(i), "system": "Short."} for i in range(16)]
     options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", "data.train_batch_size=8"]
     options += [f"data.train_files={tmp_path / 'a.parquet'}"]
@@ -220,6 +220,7 @@ def test_adapters_are_saved_merged_and_alone(
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
     options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}", "optim.lr=1e-2"]
     options += [f"data.val_files={files}", "data.train_batch_size=8", "trainer.num_workers=2", "model.lora.rank=8"]
+    options += ["trainer.logger=[console]"]
     found = job.run(load(SFTConfig, [*options, "trainer.total_epochs=3"], "sft"))
     assert found["val_loss"] < 5.5  # random weights give log(320) = 5.8
     assert "sft: answers end with <|endoftext|> (0) or <|im_end|> (2)" in capsys.readouterr().out
@@ -238,6 +239,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tiny_model: Path
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
     options = [f"model.path={tiny_model}", f"data.train_files={files}", f"data.val_files={files}"]
     options += ["data.val_max_samples=37", "data.train_batch_size=8", "optim.lr=3e-3", "trainer.total_epochs=2"]
+    options += ["trainer.logger=[console]"]
     results = {}
     for name, more in {
         "one": ["trainer.max_token_len_per_gpu=2048"],
@@ -275,7 +277,7 @@ def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
         folder.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     if filled:
-        (out / "notes.txt").write_text("mine")
+        (out / "config.json").write_text("another model's")
     else:
         out.rmdir()
         out.parent.rmdir()
@@ -290,4 +292,4 @@ def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
     assert weights.parent == (tmp_path / "full" if filled else place) / f"out-{os.getpid()}"
     assert str(error.value).endswith(f". The model is in {weights.parent} (on {socket.gethostname()})")
     if filled:
-        assert [path.name for path in out.iterdir()] == ["notes.txt"]
+        assert [path.name for path in out.iterdir()] == ["config.json"]

@@ -34,14 +34,14 @@ def test_figures_are_the_first_and_the_last(tmp_path: Path) -> None:
         record |= {f"{GAP}_mean": 0.01 * iteration, f"{GAP}_max": 0.5 * iteration, "timing_s/step": 5.0 + iteration}
         records.append(record | {MEMORY: {1: 4.0, 2: 6.8, 3: 5.0}[iteration]})
     records[-1][VALIDATION] = 0.73
-    table = figures(write_run(tmp_path / "run", *records))
+    table, facts = figures(write_run(tmp_path / "run", *records))
     assert list(zip(*(cells(table, column) for column in range(3)), strict=True)) == [
         ("validation sums", "0.125", "0.73"),
         ("training reward", "0.2", "0.6"),
         ("log-prob gap, largest", "0.5", "1.5"),
         ("log-prob gap, mean", "0.01", "0.03"),
     ]
-    assert table.caption == "3 iterations in 1:30, 7.0 s each (median), a train worker took 6.8 GiB"
+    assert facts == "3 iterations in 1:30, 7.0 s each (median), a train worker took 6.8 GiB"
     assert all(len(line) <= 80 for line in text(table, 80).splitlines())
 
 
@@ -79,6 +79,6 @@ def test_long_texts_and_hidden_characters_are_shortened_and_shown(tmp_path: Path
     record(tmp_path, [0], split="val", chunk=-1, iteration=0, response="a\x1b[2J\n" + "b" * 300, score=None)
     table = answers(tmp_path, 0, 0)
     [shown, *_] = cells(table, 2)
-    assert len(shown) == 120 and shown[0] == "…" and cells(table, 3)[0] == "failed"
+    assert len(shown) == 60 and shown[0] == "…" and cells(table, 3)[0] == "failed"
     record(tmp_path, [1], split="val", chunk=-1, iteration=1, response="a\x1b[2J\nb")
     assert cells(answers(tmp_path, 1, 1), 2)[0] == "a\\x1b[2J⏎b"

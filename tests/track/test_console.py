@@ -129,3 +129,21 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
         f"demo: {log} cannot be written (No space left on device); lines are only shown here",
         "demo: second",
     ]
+
+
+def test_a_supervised_run_shows_loss_gradient_and_rate() -> None:
+    out = io.StringIO()
+    console = RunConsole("warm", 20, Console(file=out, width=200), unit="step")
+    metrics = {"loss": 1.23456, "grad_norm": 0.5612, "lr": 1e-5, "perf/throughput": 1234.5, "timing_s/step": 4.0}
+    console.update(1, metrics)
+    console.update(2, metrics | {"val_loss": 1.3})
+    console.update(3, metrics | {"accuracy": 0.75})
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith("1/20  loss 1.235  grad norm 0.56  1,234 tok/s  lr 1.0e-05  0:00  left 1:1")
+    assert third.startswith("3/20  loss 1.235  acc 0.750  grad norm 0.56  1,234 tok/s") and len(third) <= 80
+    assert "  val 1.300  " in second and "val" not in third
+    records = [{"iteration": 1, "loss": 2.0}, {"iteration": 2, "loss": 1.0, "val_loss": 1.5, "elapsed_s": 3.0}]
+    console.summary("finished", records, {})
+    text = out.getvalue()
+    assert "loss       2.000 → 1.000  (step 1 → 2)" in text and "val_loss   1.500 → 1.500  (step 2 → 2)" in text
+    assert "steps      2" in text

@@ -128,6 +128,25 @@ def test_names_of_any_script_are_drawn_apart(tmp_path: Path) -> None:
     assert drawable("数学") == r"\u6570\u5b66" and drawable("a$b") == r"a\$b"
 
 
+def test_a_supervised_run_shows_its_losses() -> None:
+    records: list[dict[str, Any]] = [
+        {"iteration": step, "elapsed_s": 2.0 * step, "loss": 3.0 / step, "grad_norm": 1.0, "lr": 1e-3 / step}
+        for step in range(1, 9)
+    ]
+    records[3]["val_loss"], records[7]["val_loss"] = 1.5, 0.5
+    figure = draw(records, "warm")
+    assert _line(figure, "loss") == ([*range(1, 9)], pytest.approx([3.0 / step for step in range(1, 9)]))
+    assert _line(figure, "val_loss") == ([4, 8], [1.5, 0.5])
+    assert _titles(figure) == ["gradient norm", "learning rate"]
+    for record in records:
+        record["accuracy"] = 0.5
+    records[7]["val_accuracy"] = 0.75
+    figure = draw(records, "rewards")
+    assert _titles(figure) == ["accuracy", "gradient norm", "learning rate"]
+    assert _line(figure, "val_accuracy") == ([8], [0.75])
+    assert {axes.get_xlabel() for axes in figure.axes} == {"step", "minutes"}
+
+
 def test_the_gap_has_labels_at_decades_only() -> None:
     records = _records(3)
     for record in records[1:]:

@@ -213,10 +213,10 @@ def rows_passed(actor: Actor, rows: pa.Table) -> tuple[int, dict[str, float], di
     """Rows that go through the update's backward passes, its metrics, and the weights after it."""
     passed, backward = 0, actor.backward
 
-    def count(batch: Any, *args: Any) -> Any:
+    def count(rows: Any, batch: Any, *args: Any) -> Any:
         nonlocal passed
         passed += batch.sequences * bool((batch.lengths > 1).any())  # without rows there is one of one pad token
-        return backward(batch, *args)
+        return backward(rows, batch, *args)
 
     actor.backward = count  # type: ignore[method-assign]
     metrics = reduce([update(actor, rows)])

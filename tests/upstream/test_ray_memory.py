@@ -12,13 +12,15 @@ from pipeline.upstream import ray_memory
 
 MESSAGE = """1 worker(s) were killed due to the node running low on memory. \
 Memory on the node (IP: 10.0.0.7, ID: 8c5a14) was 22.51GB used / 23.54GB limit (0.956000)
-OOM kill reason: memory usage above the threshold
+OOM kill reason: Memory usage 24170000000B exceeded threshold of 24012676915B (95.0% of 25276502016B limit)
 Object store memory usage: [used 1 GB]
 Ray killed 1 worker(s) based on the killing policy
 Considered workers: [
-(Actor: job ID=02000000, lease ID=a1, task name=MapWorker(MapBatches(Rollout)).__init__, required resources={CPU: 1}, \
+Selected to kill: (Task: job ID=02000000, lease ID=a1, \
+task name=MapWorker(MapBatches(Rollout)).__init__, required resources={CPU: 1}, \
 pid=41, actual memory used=4.10GB, worker ID=ab)
-(Actor: job ID=02000000, lease ID=a2, task name=RayTrainWorker.__init__, required resources={CPU: 1}, pid=4, actual \
+Selected to kill: (Task: job ID=02000000, lease ID=a2, \
+task name=RayTrainWorker.__init__, required resources={CPU: 1}, pid=4, actual \
 memory used=9.10GB, worker ID=cd)
 ]
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io
@@ -51,7 +53,7 @@ def test_only_kills_of_the_own_job_count(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert trainer.task == "RayTrainWorker.__init__"
     assert engine.reason == (
-        "Ray's memory monitor killed it when node 10.0.0.7 used 22.51 GB of memory (limit 23.54 GB)"
+        "Ray's memory monitor killed it when node 10.0.0.7 used 22.51 GB of memory (limit 95.0% of 23.54 GB)"
     )
 
 
