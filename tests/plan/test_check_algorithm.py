@@ -43,7 +43,7 @@ def as_they_come(monkeypatch):
         ("critic.warmup=5", "critic.warmup"),
         (f"{GAE} critic.ppo_mini_batch_size=48", "critic.ppo_mini_batch_size"),
         (
-            f"{GAE} critic.ppo_mini_batch_size=16 trainer.num_workers=2",
+            f"{GAE} critic.ppo_mini_batch_size=16 trainer.num_workers=2 rollout.chunk_prompts=16",
             "critic.ppo_mini_batch_size trainer.num_workers",
         ),
         (f"{GAE} critic.ppo_max_token_len_per_gpu=1000", "data.max_prompt_length critic.ppo_max_token_len_per_gpu"),
@@ -123,7 +123,7 @@ def as_they_come(monkeypatch):
             f"{BYPASS} {IS}=token {LOSS}=reinforce {IS}_batch_normalize=true",
             "algorithm.rollout_correction.rollout_is_batch_normalize actor.old_log_probs",
         ),
-        ("trainer.stream_gradients=true data.train_batch_size=16", "trainer.stream_gradients"),
+        ("trainer.stream_gradients=true data.train_batch_size=16 rollout.chunk_prompts=16", "trainer.stream_gradients"),
     ],
 )
 def test_refused_algorithms(overrides, keys, named):
