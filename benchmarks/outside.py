@@ -167,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--timeout", type=float, default=3600.0, help="seconds that a job may take (default: %(default)s)")
     add("--sft", nargs="*", default=[], metavar="key=value", help="further settings of the supervised steps")
     add("settings", nargs="*", metavar="key=value", help="further settings of the training; write -- before them")
-    args = parser.parse_args(arguments)
+    # Settings may follow the options.
+    args = parser.parse_intermixed_args(arguments)
     try:
         with stops():
             outcomes = []

@@ -56,9 +56,11 @@ def test_finished_steps_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs: list[str] = []
+    given: dict[str, list[str]] = {}
 
     def call(command: list[str], *_: Any, **__: Any) -> None:
         jobs.append(command[2])
+        given[command[2]] = command
         if command[2] == "jobs.prepare":
             (tmp_path / "data-1").mkdir()
             (tmp_path / "data-1" / "train.parquet").touch()
@@ -70,8 +72,10 @@ def test_finished_steps_are_not_run_again(
 
     monkeypatch.setattr(outside, "call", call)
     command = ["reverse_text", "--model", str(tmp_path), "--out", str(tmp_path)]
+    command += ["--sft", "optim.lr=1e-4", "--", "rollout.n=4"]
     assert outside.main(command) == 2 and "the engine died" in capsys.readouterr().err
     assert jobs == ["jobs.prepare", "jobs.sft", "jobs.train"]
+    assert given["jobs.sft"][-1] == "optim.lr=1e-4" and given["jobs.train"][-1] == "rollout.n=4"
     made = records()
     made[-1]["iteration"] = 20
     monkeypatch.setattr(outside, "read_history", lambda path: made)
