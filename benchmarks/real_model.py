@@ -165,11 +165,12 @@ class Memory(threading.Thread):
 def settings(name: str, model: Path, data: Mapping[str, Path], folder: Path) -> list[str]:
     """Make the settings of a case whose results go to `folder`."""
     case = CASES[name]
-    given = [*case.settings.split(), f"model.path={model}", f"data.train_files={data[case.data]}"]
+    files = (f"model.path={model}", f"data.train_files={data[case.data]}")
+    given = [*case.settings.split(), *files, "trainer.logger=[console]"]
     if case.job != "train":
         return [*given, f"out={folder / 'model'}"]
     place = (f"trainer.default_local_dir={folder.parent}", f"trainer.experiment_name={folder.name}")
-    return [*given, *place, "trainer.logger=[console]"]
+    return [*given, *place]
 
 
 def run_case(name: str, model: Path, out: Path, timeout_s: float) -> Outcome:
