@@ -71,10 +71,13 @@ def test_a_run_that_ctrl_c_stopped_continues_as_if_it_had_not(
     assert lines.count("whole: starting the workers") == 1
     steps = [line for line in lines if line.split("  ")[0].endswith(f"/{STEPS}")]
     assert [line.split("/")[0] for line in steps] == [str(step) for step in range(1, STEPS + 1)]
-    assert all("  loss " in line and "  grad norm " in line and " tok/s  lr " in line for line in steps)
+    assert all("  loss " in line and "  grad norm " in line and " tok/s  " in line for line in steps)
+    assert ["  val " in line for line in steps] == [False, True] * 3 and "  lr " in steps[0]
     assert any("left" in line for line in steps) and all(len(line) <= 80 for line in steps)
 
-    command = arguments(tmp_path, tiny_model, "stopped", "trainer.logger=[console,mlflow]")
+    # Before each checkpoint the workers wait until the driver has recorded the step, so the stop comes in time.
+    more = ("trainer.logger=[console,mlflow]", "trainer.save_freq=1")
+    command = arguments(tmp_path, tiny_model, "stopped", *more)
     handle = Training._handle
 
     def stop(training: Training, event: Event) -> None:
