@@ -119,7 +119,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path, tiny_mo
 
     if name != "sft":
         write_pairs(tmp_path / "train.parquet", range(22))
-    settings = arguments(tmp_path, tiny_model, "killed", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
+    settings = arguments(tmp_path, tiny_model, "killed", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
     killed, log = tmp_path / "killed", tmp_path / "log"
 
     def start(*more: str) -> subprocess.Popen[Any]:
@@ -136,14 +136,14 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path, tiny_mo
 
     process, deadline = start(), time.monotonic() + 400
     try:
-        while len(read_history(killed / "metrics.jsonl")) < 5:
+        while (saved := newest(str(killed))) is None or saved.iteration < 2:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
     finally:
         kill_tree(process.pid)
     process.wait(10)
     saved = newest(str(killed))
-    assert saved is not None and saved.iteration in (2, 4) and not (killed / "config.json").exists()
+    assert saved is not None and 2 <= saved.iteration < STEPS and not (killed / "config.json").exists()
     finish()
     assert f"continuing after step {saved.iteration}" in log.read_text()
     finish(f"out={tmp_path / 'whole'}")
