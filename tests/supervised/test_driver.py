@@ -71,10 +71,13 @@ def test_a_run_that_ctrl_c_stopped_continues_as_if_it_had_not(
     assert lines.count("whole: starting the workers") == 1
     steps = [line for line in lines if line.split("  ")[0].endswith(f"/{STEPS}")]
     assert [line.split("/")[0] for line in steps] == [str(step) for step in range(1, STEPS + 1)]
-    assert all("  loss " in line and "  grad norm " in line and " tok/s  lr " in line for line in steps)
+    assert all("  loss " in line and "  grad norm " in line and " tok/s  " in line for line in steps)
+    assert ["  val " in line for line in steps] == [False, True] * 3 and "  lr " in steps[0]
     assert any("left" in line for line in steps) and all(len(line) <= 80 for line in steps)
 
-    command = arguments(tmp_path, tiny_model, "stopped", "trainer.logger=[console,mlflow]")
+    # Before each checkpoint the workers wait until the driver has recorded the step, so the stop comes in time.
+    more = ("trainer.logger=[console,mlflow]", "trainer.save_freq=1")
+    command = arguments(tmp_path, tiny_model, "stopped", *more)
     handle = Training._handle
 
     def stop(training: Training, event: Event) -> None:
@@ -116,7 +119,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path, tiny_mo
 
     if name != "sft":
         write_pairs(tmp_path / "train.parquet", range(22))
-    settings = arguments(tmp_path, tiny_model, "killed", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
+    settings = arguments(tmp_path, tiny_model, "killed", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
     killed, log = tmp_path / "killed", tmp_path / "log"
 
     def start(*more: str) -> subprocess.Popen[Any]:
@@ -133,14 +136,14 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path, tiny_mo
 
     process, deadline = start(), time.monotonic() + 400
     try:
-        while len(read_history(killed / "metrics.jsonl")) < 5:
+        while (saved := newest(str(killed))) is None or saved.iteration < 2:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
     finally:
         kill_tree(process.pid)
     process.wait(10)
     saved = newest(str(killed))
-    assert saved is not None and saved.iteration in (2, 4) and not (killed / "config.json").exists()
+    assert saved is not None and 2 <= saved.iteration < STEPS and not (killed / "config.json").exists()
     finish()
     assert f"continuing after step {saved.iteration}" in log.read_text()
     finish(f"out={tmp_path / 'whole'}")
