@@ -84,11 +84,13 @@ def test_what_only_some_runs_use_is_an_extra_that_the_locks_hold() -> None:
                 assert f"\n{distribution}==" in lock, (accelerator, distribution)
 
 
-def test_messages_name_extras_that_there_are() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+def test_messages_name_packages_that_are_ours() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    all_of_them = [project["dependencies"], *project["optional-dependencies"].values()]
+    packages = {re.split(r"[^\w-]", package)[0] for some in all_of_them for package in some}
     sources = [path.read_text() for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py")]
-    named = {name for text in sources for name in re.findall(r"slipstream-rl\[(\w+)\]", text)}
-    assert {"judge", "lora", "nixl", "torchao", "tensorboard", "wandb"} <= named <= set(extras)
+    named = {name for text in sources for name in re.findall(r"pip install ([a-z]\w+)\b", text)}
+    assert {"gguf", "openai", "peft", "nixl", "torchao", "tensorboard", "wandb"} <= named <= packages
 
 
 EXTRAS = ("anthropic", "mcp", "openai", "peft", "tensorboard", "websockets")
