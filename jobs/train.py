@@ -173,10 +173,19 @@ def _adapters(config: Config) -> list[tuple[str, str]]:
     return [("adapters" if one.complete else "note", f"adapters are {one.text}") for one in found if one]
 
 
-def _lacks(resolved: "Plan") -> list[str]:
-    """Return sentences on CPUs, GPUs and memory that the run needs and this machine does not have."""
+def _lacks(resolved: "Plan", gpus: int | None) -> list[str]:
+    """Return sentences on what the run needs and does not have.
+
+    Args:
+        resolved: the plan.
+        gpus: number of GPUs of the machines that the run is meant for; None compares CPUs, GPUs and memory with this
+            machine.
+    """
     from pipeline.plan.placement import check_resources
 
+    if gpus is not None:
+        more = "lower rollout.num_engines, trainer.num_workers, or the GPUs of the scoring replicas"
+        return [f"the run needs {resolved.gpus:g} GPUs; {more}"] if resolved.gpus > gpus else []
     found = [resolved.lacks_memory] if resolved.lacks_memory else []
     try:
         check_resources(resolved.stages, resolved.config.trainer.ray_num_cpus)
@@ -313,14 +322,13 @@ def _train(
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
         Console(markup=False).print(table)
-        if on_this_machine:
+        if count is None and on_this_machine:
             _say_what_lacks_room(resolved, run_dir)
-            lacking = _lacks(resolved)
-            for text in map(escape, lacking):
-                Console().print(f"[yellow]this machine cannot run it:[/] {text}", highlight=False, soft_wrap=True)
-            # With --gpus, the run is meant for other machines.
-            return 2 if lacking and gpus is None else 0
-        return 0
+        lacking = _lacks(resolved, count) if on_this_machine or count else []
+        who = "this machine" if count is None else f"{count} GPUs"
+        for text in map(escape, lacking):
+            Console().print(f"[yellow]{who} cannot run it:[/] {text}", highlight=False, soft_wrap=True)
+        return 2 if lacking else 0
     if on_this_machine:
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
     assert resolved.iterations is not None

@@ -364,9 +364,11 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
     printed = capsys.readouterr().out
     assert "2 x 1 CPU + 1 GPU" in printed
     assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
-    # The run is meant for other machines.
+    # The run is meant for other machines, with as many GPUs as are named.
     assert main(["--dry-run", "--gpus", "2", *arguments, *gpus]) == 0
-    assert "this machine cannot run it" in capsys.readouterr().out
+    assert "cannot run it" not in capsys.readouterr().out
+    assert main(["--dry-run", "--gpus", "1", *arguments, *gpus]) == 2
+    assert "1 GPUs cannot run it: the run needs 2 GPUs; lower" in capsys.readouterr().out
 
 
 def test_dry_run_compares_memory_with_the_machine(
