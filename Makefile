@@ -41,9 +41,9 @@ demo-model: $(STAMP) ## puzzles, model and warm start of the demo, without the t
 
 test: $(STAMP) ## the tests, without the longest, in two processes; unit tests are shown at the end
 	@units=$$(mktemp); share=$$(mktemp -d); failed=0; \
-	$(RUN) -m pytest -m 'not (ray or vllm or long)' --share $$share >$$units 2>&1 & \
+	$(RUN) -m pytest -m 'not (ray or vllm or long)' --share=$$share >$$units 2>&1 & \
 	trap 'kill $$! 2>/dev/null || true; rm -rf $$units $$share' EXIT; trap 'exit 130' INT; \
-	$(RUN) -m pytest -m '(ray or vllm or slow) and not long' --share $$share || failed=1; \
+	$(RUN) -m pytest -m '(ray or vllm or slow) and not long' --share=$$share || failed=1; \
 	wait $$! || failed=1; cat $$units; exit $$failed
 
 chaos: $(STAMP) ## kill processes of a run at random and check what it leaves (KILLS=20)

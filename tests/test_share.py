@@ -50,7 +50,7 @@ class Ran:
 @pytest.fixture
 def commands() -> list[str]:
     """What `-m` is given in the two processes of `make test`."""
-    return re.findall(r"pytest -m '(.*)' --share", (ROOT / "Makefile").read_text())
+    return re.findall(r"pytest -m '(.*)' --share=", (ROOT / "Makefile").read_text())
 
 
 def run(folder: Path, which: str, *more: str) -> list[str]:
