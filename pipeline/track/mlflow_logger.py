@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,10 +182,16 @@ class MlflowLogger:
         return f"{place}/#/experiments/{self._experiment_id}/runs?compareRunsMode=CHART"
 
     def _who(self) -> dict[str, str]:
-        """Return the tags that MLflow shows as the author and the source of a run."""
-        tags = {"mlflow.user": user(), "mlflow.source.name": self._run.command[:TAG_LENGTH]}
-        found = {name: value for name, value in tags.items() if value}
-        return found | {"mlflow.source.type": "LOCAL"} if self._run.command else found
+        """Return the tags that MLflow shows as the author, the source and the description of a run.
+
+        The description has the whole command: of a source, MLflow shows only the part after the last slash.
+        """
+        found = {"mlflow.user": name} if (name := user()) else {}
+        if command := self._run.command[: TAG_LENGTH - 10]:
+            source = " ".join(takewhile(lambda word: "=" not in word, command.split()))
+            found |= {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
+            found["mlflow.note.content"] = f"```\n{command}\n```"
+        return found
 
     @cached_property
     def _client(self) -> "MlflowClient":

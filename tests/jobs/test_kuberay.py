@@ -140,7 +140,7 @@ def test_the_init_step_of_the_demo_makes_its_data_and_its_model() -> None:
     config, folder = settings(manifest), Path(step["workingDir"])
     files = [str(folder / made.data / f"{split}.parquet") for split in ("train", "test")]
     assert [config.data.train_files, config.data.val_files] == files
-    assert config.model.path == str(folder / made.warm)
+    assert config.model.path == str(folder / made.model)
 
 
 @pytest.mark.parametrize("arguments", [["rollout.numengines=2"], ["--no-such-option"]])

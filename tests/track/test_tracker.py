@@ -64,7 +64,8 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(run.data.params["model.path"]) == 6000
     assert run.data.tags["version.torch"] and run.data.tags["version.ray"]
     assert run.info.user_id == run.data.tags["mlflow.user"] == "ada"
-    assert run.data.tags["mlflow.source.name"] == "slipstream train seed=1"
+    assert run.data.tags["mlflow.source.name"] == "slipstream train"
+    assert run.data.tags["mlflow.note.content"] == "```\nslipstream train seed=1\n```"
     assert (run.data.tags["algorithm"], run.data.tags["loss"]) == ("grpo", "vanilla")
     (point,) = client.get_metric_history(run_id, "val-core/countdown/reward/mean_at_1")
     assert (point.step, point.value) == (0, 0.25)
