@@ -316,6 +316,8 @@ def test_only_what_reads_other_tokens_of_the_row_needs_it_whole(
 def test_recomputed_log_probs_come_in_the_order_of_the_rows(tiny_model: Path, plain: Plain) -> None:
     for budget, share, _ in WAYS:
         config = make_config(tiny_model, "vanilla", old_log_probs="recompute", ppo_max_token_len_per_gpu=budget)
+        # With one step, the pass of the step would compute the log-probs.
+        config.actor.ppo_epochs = 2
         config.model.share_prompts = share
         batch = TrainBatch.from_table(rows_of())
         build_actor(config, CPU, 100).compute_old_log_probs(batch)
