@@ -161,12 +161,19 @@ def folder_of(page: str, work: Path) -> Path:
 
 
 def call(text: str, folder: Path) -> int:
-    """Run a command in `folder`, show its output, and return its exit code."""
+    """Run a command in `folder`, show its output, and return its exit code; 0 if only the machine is too small."""
     print(f"== {folder.name}: {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     words = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
-    return subprocess.run(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, timeout=1800).returncode
+    done = subprocess.run(
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=1800,
+    )  # fmt: skip
+    print(done.stdout, flush=True)
+    # The settings were good, and the plan was printed.
+    planned = " --dry-run" in text and "\nthis machine cannot run it: " in done.stdout
+    return 0 if done.returncode == 2 and planned else done.returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
