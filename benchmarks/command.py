@@ -3,8 +3,11 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from pipeline.run.signals import stops
 
 ENDING_S = 60
 """Seconds that a command has to end after SIGTERM."""
@@ -39,6 +42,20 @@ def call(
     if code:
         last = log.read_text(errors="replace").strip().splitlines()[-5:]
         raise RuntimeError("\n".join([f"{name} failed with exit code {code}; see {log}", *last]))
+
+
+def exit_code(measure: Callable[[], int], *errors: type[Exception]) -> int:
+    """Return the result of `measure`; print `errors` and OSError and return 2, and return 130 after Ctrl-C."""
+    known: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        with stops():
+            return measure()
+    except known as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues", file=sys.stderr)
+        return 130
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,9 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import call
+from benchmarks.command import call, exit_code
 from pipeline.config import load_config
-from pipeline.run.signals import stops
 from pipeline.track.history import read_history
 
 RISE, MISMATCH = 0.2, 0.01
@@ -156,6 +155,17 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return made
 
 
+def measure(args: argparse.Namespace) -> int:
+    """Run the check with each seed; returns 1 if a condition is not met, else 0."""
+    outcomes = []
+    for seed in args.seeds:
+        outcomes.append(run(args.check, args, seed))
+        Console().print(table(outcomes))
+    problems = [problem for one in outcomes for problem in one.problems]
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outside", description=about)
@@ -169,21 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("settings", nargs="*", metavar="key=value", help="further settings of the training; write -- before them")
     # Settings may follow the options.
     args = parser.parse_intermixed_args(arguments)
-    try:
-        with stops():
-            outcomes = []
-            for seed in args.seeds:
-                outcomes.append(run(args.check, args, seed))
-                Console().print(table(outcomes))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        return 130
-    problems = [problem for one in outcomes for problem in one.problems]
-    print(*problems, sep="\n", end="\n" if problems else "")
-    return 1 if problems else 0
+    return exit_code(lambda: measure(args), ValueError, RuntimeError)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,10 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import call
+from benchmarks.command import call, exit_code
 from benchmarks.staleness import claim, make_inputs
 from jobs.demo import StepFailed
 from pipeline.evaluate.summary import COLUMNS
-from pipeline.run.signals import stops
 from pipeline.track.history import read_history, write_atomically
 from pipeline.track.validation import prompt_scores, right
 
@@ -270,15 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.prompts is None):
         parser.error("--model and --prompts belong together: the model must know the prompts' wording")
-    try:
-        with stops():
-            return measure(args)
-    except (ValueError, RuntimeError, OSError, StepFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        return 130
+    return exit_code(lambda: measure(args), ValueError, RuntimeError, StepFailed)
 
 
 if __name__ == "__main__":

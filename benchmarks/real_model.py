@@ -27,8 +27,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import call
-from pipeline.run.signals import stops
+from benchmarks.command import call, exit_code
 from pipeline.track.history import read_history, write_atomically
 
 GAP = "training/rollout_log_probs_diff_max"
@@ -243,15 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=f"(default: {' '.join(CASES)})")
     add("--timeout", type=float, default=1800.0, help="seconds that a case may take (default: %(default)s)")
     args = parser.parse_args(arguments)
-    try:
-        with stops():
-            return measure(args)
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        return 130
+    return exit_code(lambda: measure(args))
 
 
 if __name__ == "__main__":

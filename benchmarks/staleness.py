@@ -36,11 +36,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from benchmarks.command import call
+from benchmarks.command import call, exit_code
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
 from jobs.demo import Demo, StepFailed
 from pipeline.config import load_config
-from pipeline.run.signals import stops
 from pipeline.track.history import write_atomically
 
 INPUT_SEED = 1
@@ -235,15 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--iterations must be at least {VALIDATIONS}, the number of validations")
     if (args.model is None) != (args.data is None):
         parser.error("--data and --model belong together: the model must know the puzzles' wording")
-    try:
-        with stops():
-            return measure(args)
-    except (ValueError, OSError, StepFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        return 130
+    return exit_code(lambda: measure(args), ValueError, StepFailed)
 
 
 if __name__ == "__main__":
