@@ -34,6 +34,9 @@ LEFT_OUT = [
     (r"^mlflow ui|^slipstream serve|^tensorboard", "serves until it is stopped"),
     (r"^slipstream prepare (gsm8k|math|hellaswag|hh_rlhf) --input", "needs the published files; see tests/prompts"),
     (r"enable_thinking", "needs a model whose chat template reads it; tests/prompts has one"),
+    (r"source_weights|rule_kwargs\.gsm8k", "needs a second data set; see tests/prompts and tests/reward"),
+    (r"reward\.model\.path", "needs a trained reward model; see tests/scoring"),
+    (r"wandb", "needs an account; see tests/track"),
     (r"actor\.parallel\.", "needs a model whose heads divide; tests/train trains in these layouts"),
     (r"^slipstream from_verl", "needs verl's scripts; tests/jobs/verl converts real ones"),
     (r"^slipstream from_gguf|--model smollm2", "needs a downloaded model; tests/jobs/test_from_gguf.py has small ones"),
@@ -42,32 +45,35 @@ LEFT_OUT = [
 ]
 """Patterns of commands that are not run, each with the reason."""
 
+COUNTDOWN = "data/countdown-1/train.parquet"
 STAND_INS = [
-    (
-        r"Qwen/Qwen2\.5-[\w.]+-Instruct|Qwen/Qwen2\.5-7B|\bMODEL\b|models/(?:tiny-sft-1|warm|reward)\b",
-        "models/tiny-sft-1",
-    ),
-    (r"/models/base(?:-with-tools)?", "models/tiny-sft-1"),
-    (r"(?<==)/(?:shared|data)/\w+/(train|test)\.parquet", r"\1.parquet"),
-    (r"(?<==)data/train\.parquet", "train.parquet"),
-    (
-        r"'data\.train_files=\[.*?\]'",
-        "'data.train_files=[data/countdown-1/train.parquet,data/countdown-1/test.parquet]'",
-    ),
+    (r"Qwen/Qwen2\.5-[\w.]+|\bMODEL\b|(?<=path=)/?models/[\w.-]+", "models/tiny-sft-1"),
+    (r"model\.path=\S+ (?=.*agent\.program=jobs)", "model.path=models/tiny-sft-higher_lower-1 "),
+    (r"(?<==)/(?:shared|data)/\w+/(train|test)\.parquet|(?<==)my\.parquet", "train.parquet"),
+    (r"(?<=val_files=)other\.parquet", "test.parquet"),
+    (r"(?<=val_files=)data/train\.parquet", "data/countdown-1/test.parquet"),
+    (r"(?<==)pairs\.parquet", "data/pairs/pairs.parquet"),
+    (r"'data\.train_files=\[.*?\]'", f"'data.train_files=[{COUNTDOWN},data/countdown-1/test.parquet]'"),
     (r"/code/my_reward", "my_reward"),
-    (r"runs/(?!mlflow)[\w-]+", "runs/NAME"),
+    (r"compare runs/\S+ runs/\S+", "compare runs/NAME runs/OTHER"),
+    (r"runs/(?!mlflow|OTHER)[\w-]+", "runs/NAME"),
     (r"--uid UID --sample K|--uid val-3", "--random 1"),
+    (r"--iteration \d+", "--iteration 1"),
+    (r"--iterations 3-10", "--iterations 1-1"),
+    (r"val-core/gsm8k", "val-core/countdown"),
+    (r"experiment=mine\b", "experiment=sums"),
     (r"/nfs/", "nfs/"),
 ]
 """Patterns of names that are a reader's own, each with a name that is here."""
 
 REST = {
-    "data.train_files": "data/countdown-1/train.parquet",
+    "data.train_files": "train.parquet",
     "data.train_batch_size": "16",
     "model.path": "models/tiny-sft-1",
     "trainer.experiment_name": "page",
+    "reward.custom_reward_function.path": "my_reward.py",
 }
-"""Settings in place of `...`, unless the command has them."""
+"""Settings in place of `...`, unless the command has them. Rows of a command with its own reward are Countdown's."""
 
 DEMOS = [*(("countdown", seed) for seed in (1, 2, 3)), ("higher_lower", 1), ("calculator", 1), ("lookup", 1)]
 """Tasks and seeds of the demos that the pages run, besides those of the benchmarks."""
@@ -103,8 +109,14 @@ class Command:
         for pattern, name in STAND_INS:
             text = re.sub(pattern, name, text)
         if " ..." in text:
-            rest = [f"{key}={value}" for key, value in REST.items() if not re.search(rf"(?<![\w.]){key}=", text)]
-            text = text.replace(" ...", f" {' '.join(rest)}", 1)
+            rest = dict(REST)
+            if "reward." in text or COUNTDOWN in text:
+                del rest["reward.custom_reward_function.path"]
+                rest["data.train_files"] = COUNTDOWN
+            if self.page == "gpus":
+                rest["trainer.use_gpu"] = "true"
+            given = [f"{key}={value}" for key, value in rest.items() if not re.search(rf"(?<![\w.]){key}=", text)]
+            text = text.replace(" ...", f" {' '.join(given)}", 1)
         if text.startswith("slipstream demo"):
             text = f"{text} trainer.total_training_steps=1"
         if "--dry-run" not in text:
@@ -141,10 +153,12 @@ def make_base(folder: Path) -> None:
         (folder / name).write_text(f"{json.dumps(row)}\n" * 64)
     for task, seed in DEMOS:
         demo = Demo.here(task, seed)
-        call(f"slipstream prepare {task} --out {demo.data} --seed {seed} {TASKS[task].prepare}", folder)
+        few = " --test 32" if task == "countdown" else ""
+        call(f"slipstream prepare {task} --out {demo.data} --seed {seed} {TASKS[task].prepare}{few}", folder)
         call(f"slipstream tiny --out {demo.model} --data {demo.data}/sft_train.parquet {TASKS[task].tiny}", folder)
     call("slipstream prepare json --input pairs.jsonl --out data/pairs", folder)
     call("slipstream demo trainer.total_training_steps=1 trainer.experiment_name=NAME", folder)
+    shutil.copytree(folder / "runs" / "NAME", folder / "runs" / "OTHER")
 
 
 def folder_of(page: str, work: Path) -> Path:
@@ -154,8 +168,8 @@ def folder_of(page: str, work: Path) -> Path:
         make_base(base)
     if not folder.exists():
         shutil.copytree(base, folder)
-        # Every page has the files of the quickstart; the page on rewards continues the one on data.
-        before = files("data") if page == "rewards" else files("quickstart")
+        # Every page has the files of the quickstart, but the pages on data and on rewards belong together.
+        before = files("data") | files("rewards") if page in ("data", "rewards") else files("quickstart")
         for name, text in (before | files(page)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
