@@ -47,9 +47,10 @@ LEFT_OUT = [
 
 COUNTDOWN = "data/countdown-1/train.parquet"
 STAND_INS = [
-    (r"Qwen/Qwen2\.5-[\w.]+|\bMODEL\b|(?<=path=)/?models/[\w.-]+", "models/tiny-sft-1"),
+    (r"Qwen/Qwen2\.5-[\w.-]+|\bMODEL\b|(?<=path=)/?models/[\w.-]+", "models/tiny-sft-1"),
     (r"model\.path=\S+ (?=.*agent\.program=jobs)", "model.path=models/tiny-sft-higher_lower-1 "),
-    (r"(?<==)/(?:shared|data)/\w+/(train|test)\.parquet|(?<==)my\.parquet", "train.parquet"),
+    (r"(?<==)/(?:shared|data)/\w+/(train|test)\.parquet", r"\1.parquet"),
+    (r"(?<==)my\.parquet", COUNTDOWN),
     (r"(?<=val_files=)other\.parquet", "test.parquet"),
     (r"(?<=val_files=)data/train\.parquet", "data/countdown-1/test.parquet"),
     (r"(?<==)pairs\.parquet", "data/pairs/pairs.parquet"),
