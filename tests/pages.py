@@ -56,6 +56,7 @@ STAND_INS = [
     (r"(?<==)pairs\.parquet", "data/pairs/pairs.parquet"),
     (r"'data\.train_files=\[.*?\]'", f"'data.train_files=[{COUNTDOWN},data/countdown-1/test.parquet]'"),
     (r"/code/my_reward", "my_reward"),
+    (r"^(slipstream dpo .*data/pairs/train\.parquet)", r"\1 data.train_batch_size=4"),
     (r"compare runs/\S+ runs/\S+", "compare runs/NAME runs/OTHER"),
     (r"runs/(?!mlflow|OTHER)[\w-]+", "runs/NAME"),
     (r"--uid UID --sample K|--uid val-3", "--random 1"),
