@@ -12,8 +12,6 @@ import threading
 import zipfile
 from pathlib import Path
 
-import httpx
-
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BYTES = 98_362_432
@@ -69,6 +67,7 @@ def _checked(file: Path) -> Path:
 
 
 def _from_hub(folder: Path) -> Path:
+    import httpx
     from huggingface_hub import hf_hub_url
 
     problems = [f"no answer within {HUB_SECONDS} s"]
