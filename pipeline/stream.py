@@ -48,8 +48,8 @@ from pipeline.dynamic_sampling.ledger import FilterRules
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay.stage import Replay
 from pipeline.reward.stage import Reward, SingleReward
-from pipeline.rollout import tensor_parallel
 from pipeline.rollout.elastic import set_autoscaling
+from pipeline.rollout.engines.vllm import tensor_parallel
 from pipeline.rollout.gate import Gate
 from pipeline.rollout.policy_source import StorePolicy
 from pipeline.rollout.stage import Rollout, sections

@@ -14,11 +14,12 @@ from pipeline.config.rollout import RolloutConfig
 from pipeline.generation import Generation
 from pipeline.models.architecture import longer_positions
 from pipeline.models.weight_files import alone, read_config
-from pipeline.rollout import lora
-from pipeline.rollout.tensor_parallel import engine_args
+from pipeline.rollout.engines.vllm import lora
+from pipeline.rollout.engines.vllm.tensor_parallel import engine_args
+from pipeline.rollout.engines.vllm.transfer import BACKEND, accept, confirm, register
 from pipeline.sampling import Sampling
 from pipeline.upstream.vllm import steps_begun
-from pipeline.weights.load import BACKEND, Shard, accept, confirm, register
+from pipeline.weights.load import Shard
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -82,7 +83,7 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
     No request may be running.
 
     Raises:
-        FinalError: the engine does not read all that is published, or needs more (`weights/confirm.py`).
+        FinalError: the engine does not read all that is published, or needs more (`engines/vllm/confirm.py`).
     """
     if any(shard.adapter for shard in shards):
         lora.load(engine, shards, timeout)
@@ -91,7 +92,7 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
     engine.collective_rpc("finish_weight_update")
-    from pipeline.weights.confirm import check
+    from pipeline.rollout.engines.vllm.confirm import check
 
     found = [confirmation for confirmation in engine.collective_rpc(confirm) if confirmation is not None]
     if found:
