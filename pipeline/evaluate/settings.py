@@ -25,7 +25,7 @@ RESULT = (
     *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")),
     *(f"model.{key}" for key in ("path", "tokenizer_path", "trust_remote_code")),
     *(f"rollout.{key}" for key in ("val_kwargs.", "stop", "min_tokens", "ignore_eos", "chunk_prompts")),
-    *(f"rollout.{key}" for key in ("dtype", "seed_per_request", "engine_kwargs")),
+    *(f"rollout.{key}" for key in ("name", "dtype", "seed_per_request", "engine_kwargs")),
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
     *("agent.", "trainer.seed"),
 )
