@@ -276,4 +276,5 @@ def engine_env(config: Config) -> dict[str, str]:
     """Return the environment variables of an engine's process, such as its number of compute threads (Ray would set
     1)."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
-    return {"OMP_NUM_THREADS": str(threads)} | process.environment(config.rollout)
+    env = {"OMP_NUM_THREADS": str(threads)}
+    return env | process.environment(config.rollout) if config.rollout.name == "vllm" else env

@@ -45,6 +45,17 @@ FACTS = {
         own_models=True,
         arguments=None,
     ),
+    "hf": EngineFacts(
+        package=None,
+        seeds=True,
+        truncated_log_probs=True,
+        sleep=False,
+        adapters=False,
+        tensor_parallel=False,
+        quantised=False,
+        own_models=False,
+        arguments=("use_cache",),
+    ),
     "sglang": EngineFacts(
         package=None,
         seeds=False,

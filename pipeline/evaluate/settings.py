@@ -57,8 +57,9 @@ def used(config: Config) -> Config:
     result.rollout.n = result.rollout.val_kwargs.n
     result.rollout.chunk_prompts = result.rollout.chunk_prompts or MOST_PROMPTS
     result.data.train_batch_size = result.rollout.chunk_prompts
-    # In a run weights come from the trainer; here the engine reads them itself.
-    result.rollout.engine_kwargs.setdefault("load_format", "auto")
+    if result.rollout.name == "vllm":
+        # In a run weights come from the trainer; here the engine reads them itself, which others always do.
+        result.rollout.engine_kwargs.setdefault("load_format", "auto")
     return result
 
 

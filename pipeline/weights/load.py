@@ -178,3 +178,35 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
             done = pending.result()
             pending = pool.submit(work, following) if following < count else None
             yield done
+
+
+def copy_into(targets: Mapping[str, "torch.Tensor"], shards: Sequence[Shard], timeout: float, published: str) -> None:
+    """Write the published weights of a model into tensors, in place.
+
+    Args:
+        targets: all tensors of the model, by their published names.
+        shards: the published weights.
+        timeout: seconds in which they must arrive.
+        published: words for the weights, for errors.
+
+    Raises:
+        TimeoutError: a bucket did not arrive in time.
+        ValueError: the weights arrived damaged, or are not those of this model.
+    """
+    device = next(iter(targets.values())).device
+    missing = set(targets)
+    for name, tensor in parameters(shards, lambda refs: fetch(refs, device, timeout)):
+        target = targets.get(name)
+        if target is None or target.shape != tensor.shape:
+            here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
+            raise ValueError(
+                f"{published} holds {name!r} with shape {tuple(tensor.shape)}, which this replica {here}; it must "
+                "load the model that is trained"
+            )
+        target.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"{published} lacks {len(missing)} of {len(targets)} tensors: {', '.join(sorted(missing))}; the train "
+            "workers must publish all of them"
+        )

@@ -67,8 +67,8 @@ class Engine(Protocol):
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Engine:
     """Build the engine that `rollout.name` names.
 
-    Weights are random until the first policy version is loaded from the trainer. Engines of an evaluation read them
-    from the disk (`rollout.engine_kwargs.load_format`).
+    In a run its weights have no meaning until the first policy version is loaded from the trainer. Engines of an
+    evaluation read them from the disk.
 
     Args:
         model: settings of the model.
@@ -76,6 +76,10 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         max_model_len: maximum number of tokens of a prompt and its response together.
         seed: seed for requests without one.
     """
+    if rollout.name == "hf":
+        from pipeline.rollout.engines.hf.engine import HuggingFace
+
+        return HuggingFace(model, rollout, max_model_len, seed)
     from pipeline.rollout.engines.vllm.engine import VLLM
 
     return VLLM(model, rollout, max_model_len, seed)

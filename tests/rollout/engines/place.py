@@ -203,14 +203,19 @@ class Place:
 place: Place
 
 
-def open_place(tie: bool, folder: str) -> int:
-    from vllm import ModelRegistry
-    from vllm.model_executor.models.gpt_j import GPTJForCausalLM
-
+def open_place(name: str, tie: bool, folder: str) -> int:
     global place
-    # A class that vLLM knows by its name alone is looked at in one more process, which takes ten seconds to begin.
-    ModelRegistry.register_model(GPTJForCausalLM.__name__, GPTJForCausalLM)
-    place = Place(tie, folder)
+    if name == "vllm":
+        from vllm import ModelRegistry
+        from vllm.model_executor.models.gpt_j import GPTJForCausalLM
+
+        # A class that vLLM knows by its name alone is looked at in one more process, which takes ten seconds to begin.
+        ModelRegistry.register_model(GPTJForCausalLM.__name__, GPTJForCausalLM)
+
+    def change(config: Config) -> None:
+        config.rollout.name = name
+
+    place = Place(tie, folder, change)
     return os.getpid()
 
 
@@ -410,6 +415,7 @@ class Engine:
     """
 
     def __init__(self, opens: Callable[..., int], *args: Any) -> None:
+        self.name = "vllm"
         self._pool = ProcessPoolExecutor(1, forking("vllm.v1.engine.llm_engine"))
         self.pid = self._pool.submit(opens, *args).result(START_S)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import rows
+from pipeline.config.engines import FACTS
 from tests.rollout.engines.place import (
     BLOCK,
     MAX_TOKENS,
@@ -29,15 +30,20 @@ from tests.rollout.engines.place import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    running = Engine(open_place, True, str(tmp_path_factory.mktemp("engine") / "model"))
+ENGINES = [name for name, facts in FACTS.items() if facts.built]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    running = Engine(open_place, request.param, True, str(tmp_path_factory.mktemp("engine") / "model"))
+    running.name = request.param
     yield running
     running.close()
 
 
-def test_log_probs_of_an_untied_head_with_a_bias_are_the_trainers_after_every_update(tmp_path: Path) -> None:
-    untied = Engine(open_place, False, str(tmp_path / "model"))
+@pytest.mark.parametrize("name", ENGINES)
+def test_log_probs_of_an_untied_head_with_a_bias_are_the_trainers_after_every_update(name: str, tmp_path: Path) -> None:
+    untied = Engine(open_place, name, False, str(tmp_path / "model"))
     try:
         test_log_probs_are_the_trainers_after_every_update(untied)
     finally:
@@ -111,9 +117,10 @@ def test_rows_of_responses(engine: Engine) -> None:
 
 
 def test_prefix_cache_serves_prompts_within_a_version(engine: Engine) -> None:
-    """Else the tests above would say nothing about stale entries in it."""
-    found = engine(cached_prompts)
-    assert min(found["cached"]) >= PROMPT_TOKENS // BLOCK * BLOCK - BLOCK > 0, found
+    """Else the tests above would say nothing about stale entries in it. Only vLLM keeps one."""
+    if engine.name == "vllm":
+        found = engine(cached_prompts)
+        assert min(found["cached"]) >= PROMPT_TOKENS // BLOCK * BLOCK - BLOCK > 0, found
 
 
 def test_updates_in_flight_give_each_token_the_log_prob_of_its_version(engine: Engine) -> None:
@@ -165,10 +172,7 @@ def test_what_ends_a_response(engine: Engine) -> None:
     ("damaged", "words"),
     [
         (True, "bucket 1 of train rank 0 arrived damaged"),
-        (
-            False,
-            "model.norm.weight: not published; model.norm.weight: parameters of the engine that",
-        ),
+        (False, "model.norm.weight"),
     ],
 )
 def test_wrong_weights_are_refused(engine: Engine, damaged: bool, words: str) -> None:
