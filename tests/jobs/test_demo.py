@@ -208,3 +208,21 @@ def test_make_demo_is_the_command() -> None:
     recipe = (ROOT / "Makefile").read_text()
     assert "DEMO := slipstream.py demo" in recipe and "jobs.tiny" not in recipe
     assert "demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED)" in recipe
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Return what make would run; it does not install."""
+    return subprocess.run(
+        ["make", "--dry-run", "--assume-old=.venv/.installed-cpu", "ACCELERATOR=cpu", *words],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_make_passes_settings_on() -> None:
+    made = make("demo", "MODEL=smollm2", "SEED=4", "ARGS=rollout.n=16 actor.optim.lr=2e-5")
+    assert "demo --model smollm2 --seed 4  rollout.n=16 actor.optim.lr=2e-5" in made.stdout, made.stderr
+
+
+def test_make_refuses_a_variable_that_it_does_not_know() -> None:
+    made = make("demo", "SEDE=4")
+    assert made.returncode and "SEDE is not a variable of this Makefile; it has MODEL TASK SEED" in made.stderr
