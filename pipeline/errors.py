@@ -10,6 +10,10 @@ class FinalError(RuntimeError):
     `trainer.max_failures` allows restarts."""
 
 
+class EngineDead(RuntimeError):
+    """A rollout engine has failed, so it cannot generate any more; another one takes its place."""
+
+
 class PeerDied(ConnectionError):
     """Lost connection to another process of the run, which most likely has died; a restart of the run helps."""
 

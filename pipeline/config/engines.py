@@ -29,9 +29,25 @@ class EngineFacts:
     """The engine has code of its own for models, also of families that `transformers` cannot load."""
     arguments: tuple[str, ...] | None
     """Names allowed in `rollout.engine_kwargs`; None for the fields of vLLM's `EngineArgs`."""
-    built: bool = True
-    """False if this version does not have the engine."""
+    seeds_with: str | None = None
+    """Name of the argument in `rollout.engine_kwargs` with which an engine without `seeds` obeys them."""
 
+
+SGLANG_ARGUMENTS = (
+    "attention_backend",
+    "chunked_prefill_size",
+    "disable_overlap_schedule",
+    "enable_deterministic_inference",
+    "load_format",
+    "log_level",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "sampling_backend",
+    "schedule_conservativeness",
+    "schedule_policy",
+    "watchdog_timeout",
+)
+"""Arguments of SGLang's server that `rollout.engine_kwargs` may hold."""
 
 FACTS = {
     "vllm": EngineFacts(
@@ -57,16 +73,17 @@ FACTS = {
         arguments=("use_cache",),
     ),
     "sglang": EngineFacts(
+        # Its package lies in another environment (`rollout.engine_python`).
         package=None,
         seeds=False,
+        seeds_with="enable_deterministic_inference",
         truncated_log_probs=False,
         sleep=True,
         adapters=False,
-        tensor_parallel=True,
+        tensor_parallel=False,
         quantised=False,
         own_models=True,
-        arguments=(),
-        built=False,
+        arguments=SGLANG_ARGUMENTS,
     ),
 }
 """The facts by name of the engine."""

@@ -30,7 +30,12 @@ class RolloutConfig:
 
     name: str = setting("vllm", choices=tuple(FACTS))
     """Engine: `vllm`, or `hf`, the model of `transformers` in the code of the trainer: for models that vLLM lacks, for
-    machines without vLLM, and to learn whether a problem is the engine's. `sglang` is not built in this version."""
+    machines without vLLM, and to learn whether a problem is the engine's. `sglang` is SGLang's server, a child process
+    with an environment of its own."""
+
+    engine_python: str = setting(".venv-sglang/bin/python", path="program")
+    """Interpreter of SGLang's environment (`name=sglang`), which `make sglang-env` makes, on every machine with
+    engines."""
 
     n: int = setting(8, at_least=1)
     """Number of responses per training prompt (group size)."""
@@ -125,7 +130,7 @@ class RolloutConfig:
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the engine: of `vllm`, fields of its `EngineArgs`; of `hf`, `use_cache` (`false` passes whole
-    rows at each step, in the way of the trainer, which is slow)."""
+    rows at each step, in the way of the trainer, which is slow); of `sglang`, some arguments of its server."""
 
     @property
     def facts(self) -> EngineFacts:

@@ -57,8 +57,8 @@ def used(config: Config) -> Config:
     result.rollout.n = result.rollout.val_kwargs.n
     result.rollout.chunk_prompts = result.rollout.chunk_prompts or MOST_PROMPTS
     result.data.train_batch_size = result.rollout.chunk_prompts
-    if result.rollout.name == "vllm":
-        # In a run weights come from the trainer; here the engine reads them itself, which others always do.
+    if result.rollout.name in ("vllm", "sglang"):
+        # In a run weights come from the trainer; here the engine reads them itself, which `hf` always does.
         result.rollout.engine_kwargs.setdefault("load_format", "auto")
     return result
 

@@ -1,13 +1,18 @@
 """Check that the chosen engine (`rollout.name`) can do what the settings require."""
 
 import importlib.util
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.config.engines import FACTS
 from pipeline.errors import nearest
 from pipeline.plan.engine_arguments import engine_arguments
+
+SGLANG = "0.5.23"
+"""Tested version of SGLang, whose interface for weights changes often."""
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -16,19 +21,16 @@ def problems(config: Config) -> Iterator[str]:
     if rollout.name not in FACTS:  # outside its bounds, which are checked elsewhere
         return
     facts = rollout.facts
-    built = ", ".join(name for name, other in FACTS.items() if other.built)
-    if not facts.built:
-        yield from sentences(config, {f"{{rollout.name}} is not built in this version; use one of {built}": True})
-        return
     package = facts.package
     missing = package is not None and importlib.util.find_spec(package) is None
-    others = ", ".join(name for name, other in FACTS.items() if other.built and not other.package)
+    others = ", ".join(name for name, other in FACTS.items() if not other.package and name != "sglang")
     instead = f", or set rollout.name={others}" * bool(others)
     truncated = rollout.top_p < 1 or rollout.top_k > 0
+    seeds = facts.seeds or bool(facts.seeds_with and rollout.engine_kwargs.get(facts.seeds_with))
     table: dict[str, object] = {
         f"{{rollout.name}} needs the package {package}, which is not installed here; install it{instead}": missing,
         "{rollout.seed_per_request} and {rollout.name}: this engine ignores the seeds of requests; set "
-        "seed_per_request=false": rollout.seed_per_request and not facts.seeds,
+        "seed_per_request=false": rollout.seed_per_request and not seeds,
         "{rollout.top_p} and {rollout.top_k} with {rollout.name}: this engine returns log-probs over the whole "
         "vocabulary, not over the tokens that it samples from; set top_p=1 and top_k=-1": (
             truncated and not facts.truncated_log_probs
@@ -42,7 +44,40 @@ def problems(config: Config) -> Iterator[str]:
         "weight_sync=merged": config.model.lora.alone and not facts.adapters,
     }
     yield from sentences(config, table)
+    if rollout.name == "sglang":
+        yield from _sglang(config)
     yield from _arguments(rollout.name, list(rollout.engine_kwargs), facts.arguments)
+
+
+def _sglang(config: Config) -> Iterator[str]:
+    """Yield sentences on SGLang's environment, and on its deterministic mode."""
+    rollout = config.rollout
+    table: dict[str, object] = {
+        "{rollout.engine_kwargs.enable_deterministic_inference} is a mode of SGLang's kernels for GPUs; leave it out "
+        "on CPUs ({rollout.num_gpus}), and set rollout.seed_per_request=false": (
+            rollout.engine_kwargs.get("enable_deterministic_inference") and rollout.num_gpus == 0
+        ),
+        f"{{rollout.engine_python}} {environment_problem(rollout.engine_python)}": (
+            environment_problem(rollout.engine_python)
+        ),
+    }
+    yield from sentences(config, table)
+
+
+def environment_problem(python: str) -> str:
+    """Return the problem with an interpreter of SGLang's environment as text; "" if it has the tested version."""
+    remedy = "make the environment with `make sglang-env`, or name the interpreter of yours"
+    if not Path(python).is_file():
+        return f"is not a file; SGLang needs an environment of its own: {remedy}"
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not run ({error}); {remedy}"
+    if found.returncode:
+        return f"has no package sglang; {remedy}"
+    version = found.stdout.strip()
+    return "" if version == SGLANG else f"has sglang {version}, but only {SGLANG} was tested; {remedy}"
 
 
 def _arguments(engine: str, names: list[str], known: tuple[str, ...] | None) -> Iterator[str]:

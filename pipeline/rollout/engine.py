@@ -20,12 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.errors import EngineDead
 from pipeline.generation import EngineOutput, EngineRequest, Generation
 from pipeline.rollout.engines import Engine
-
-
-class EngineDead(RuntimeError):
-    """The engine's thread has failed, so the engine cannot generate any more."""
 
 
 @dataclass(eq=False)

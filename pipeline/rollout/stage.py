@@ -38,11 +38,11 @@ from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.conversations import begun_text
 from pipeline.derived import uses_baselines
-from pipeline.errors import FinalError
+from pipeline.errors import EngineDead, FinalError
 from pipeline.generation import EngineRequest, Generation
 from pipeline.greeting import GreetingPlan
 from pipeline.rollout import engines
-from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.engine import EngineLoop
 from pipeline.rollout.episodes import Episodes, generations, with_episodes
 from pipeline.rollout.greetings import greeting_requests, read_greeting
 from pipeline.rollout.occupancy import Occupancy
@@ -113,7 +113,7 @@ class Rollout:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = data.longest_row
         self.engine = EngineLoop(
-            lambda: engines.build(model, rollout, length, trainer.seed), self._deadlines.engine_start
+            lambda: engines.build(model, rollout, length, trainer.seed, trainer), self._deadlines.engine_start
         )
         self._episodes: Episodes | None = None
         if agent.used:

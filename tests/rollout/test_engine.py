@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import EngineDead
 from pipeline.generation import EngineOutput
-from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.engine import EngineLoop
 
 WAIT = 30.0
 

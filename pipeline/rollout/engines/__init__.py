@@ -1,10 +1,12 @@
 """Rollout engines behind one protocol. `rollout.name` chooses the engine."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
+from pipeline.config.trainer import TrainerConfig
 from pipeline.generation import EngineOutput, EngineRequest
 from pipeline.weights.load import Shard
 
@@ -64,7 +66,9 @@ class Engine(Protocol):
         """End all that the engine has started, such as processes. Running requests are dropped."""
 
 
-def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Engine:
+def build(
+    model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int, trainer: TrainerConfig | None = None
+) -> Engine:
     """Build the engine that `rollout.name` names.
 
     In a run its weights have no meaning until the first policy version is loaded from the trainer. Engines of an
@@ -75,7 +79,15 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         rollout: settings of the engine.
         max_model_len: maximum number of tokens of a prompt and its response together.
         seed: seed for requests without one.
+        trainer: settings of the run, whose folder gets the log of an engine in another process; None for defaults.
     """
+    if rollout.name == "sglang":
+        from pipeline.rollout.engines.sglang.engine import SGLang
+
+        trainer = trainer or TrainerConfig()
+        folder = Path(trainer.default_local_dir) / trainer.experiment_name
+        own = folder if folder.is_dir() else None
+        return SGLang(model, rollout, max_model_len, seed, own, trainer.deadlines.engine_start)
     if rollout.name == "hf":
         from pipeline.rollout.engines.hf.engine import HuggingFace
 

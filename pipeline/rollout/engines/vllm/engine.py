@@ -103,8 +103,8 @@ class VLLM:
         """Do nothing: the engine ends with its process."""
 
     def _confirm(self) -> None:
-        """Check the version that was loaded (`engines/vllm/confirm.py`)."""
-        from pipeline.rollout.engines.vllm.confirm import check
+        """Check the version that was loaded (`weights/confirm.py`)."""
+        from pipeline.weights.confirm import check
 
         found = [confirmation for confirmation in self.llm.collective_rpc(confirm) if confirmation is not None]
         if found:

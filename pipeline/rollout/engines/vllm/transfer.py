@@ -12,7 +12,7 @@ from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.load import Shard, fetch, parameters
 
 if TYPE_CHECKING:
-    from pipeline.rollout.engines.vllm.confirm import Confirmation
+    from pipeline.weights.confirm import Confirmation
 
 BACKEND = "ray_object_store"
 
@@ -56,7 +56,7 @@ def register() -> None:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from pipeline.rollout.engines.vllm.confirm import Confirmation, Watch
+    from pipeline.weights.confirm import Confirmation, Watch
 
     @dataclass
     class Update(WeightTransferUpdateInfo):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import FinalError
-from pipeline.rollout.engines.vllm.confirm import Confirmation, Watch, check
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
+from pipeline.weights.confirm import Confirmation, Watch, check
 from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
 
@@ -162,7 +162,7 @@ def test_a_buffer_that_follows_from_the_configuration_need_not_be_read(folder: P
 
 def test_a_name_that_the_loader_refuses_is_told(folder: Path) -> None:
     watch = Watch(Engine(["a"], whole), ())
-    with pytest.raises(FinalError, match=r"vLLM's Engine cannot load b.c as it is trained \(KeyError: 'b.c'\); use a"):
+    with pytest.raises(FinalError, match=r"the engine's Engine cannot load b.c as it is trained \(KeyError: 'b.c'\)"):
         watch.load([("b.c", torch.ones(2))])
 
 

@@ -1,15 +1,15 @@
-"""An engine's check of the first version that it loads: are all tensors published, and all read by vLLM's loader?
+"""An engine's check of the first version that it loads: are all tensors published, and all read by its loader?
 
     not sent     a tensor that the model of `transformers` has and no train worker published
-    not read     a tensor that was published and that vLLM's loader skipped
+    not read     a tensor that was published and that the engine's loader skipped
     left over    a parameter of the engine to which nothing was written
 
-vLLM's loaders silently skip names that they do not know, and some list skipped weights as loaded. So the data is
-followed: a tensor was read if values computed from it were written to memory. A buffer may be skipped if the model's
-class computes it from the configuration, as in old models the frequencies of the rotary embedding.
+Loaders of vLLM and SGLang silently skip names that they do not know, and some list skipped weights as loaded. So the
+data is followed: a tensor was read if values computed from it were written to memory. A buffer may be skipped if the
+model's class computes it from the configuration, as in old models the frequencies of the rotary embedding.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline.weights.checkpoint_names import as_in_checkpoint
 
 SHOWN = 4
 """Most names of tensors in an error."""
-REMEDY = "use a model of another family, or the versions of vLLM and transformers that requirements/ names"
+REMEDY = "use a model of another family, or the versions of the engine and transformers that requirements/ names"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def _some(names: set[str]) -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Follows tensors through the loader of a vLLM model, while its `with` block is active.
+    """Follows tensors through the loader of an engine's model, while its `with` block is active.
 
     Args:
-        model: vLLM's model, prepared for loading.
+        model: the engine's model, prepared for loading.
         needed: names of the parameters with which the model computes. A model prepared for loading may have further
             ones, such as scales, that checkpoints may lack.
     """
@@ -112,9 +112,14 @@ class Watch(TorchDispatchMode):
             if self.loading is None:
                 raise
             raise FinalError(
-                f"vLLM's {type(self._model).__name__} cannot load {self.loading} as it is trained "
+                f"the engine's {type(self._model).__name__} cannot load {self.loading} as it is trained "
                 f"({short_reason(error)}); {REMEDY}"
             ) from error
+
+    @property
+    def left(self) -> set[str]:
+        """Names of the parameters to which nothing was written so far."""
+        return {name for name, storage in self._parameters.items() if storage not in self._written}
 
     def confirmation(self, lm: Any, sent: set[str]) -> Confirmation:
         """Return the findings on the version that was loaded.
@@ -123,15 +128,7 @@ class Watch(TorchDispatchMode):
             lm: the model of `transformers` of the same class (`checkpoint_names.skeleton`).
             sent: names of the published tensors.
         """
-        known = dict(tensors(lm))
-        computed = dict(as_in_checkpoint(lm, ((name, t) for name, t in known.items() if not is_weight(t))))
-        unread = {
-            name
-            for name, tensor in self.unread.items()
-            if name not in computed or not torch.equal(computed[name].to(tensor), tensor)
-        }
-        left = {name for name, storage in self._parameters.items() if storage not in self._written}
-        return Confirmation(known.keys() - sent, unread, left)
+        return Confirmation(unsent(lm, sent), self.unread.keys() - recomputed(lm, self.unread), self.left)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -156,6 +153,22 @@ class Watch(TorchDispatchMode):
     def _read(self, names: set[str]) -> None:
         for name in names:
             self.unread.pop(name, None)
+
+
+def unsent(lm: Any, sent: set[str]) -> set[str]:
+    """Return the names of the tensors of `lm` that are not in `sent`."""
+    return dict(tensors(lm)).keys() - sent
+
+
+def computed(lm: Any) -> dict[str, Tensor]:
+    """Return the tensors, by their names in a checkpoint, that the class of `lm` computes from the configuration."""
+    return dict(as_in_checkpoint(lm, ((name, tensor) for name, tensor in tensors(lm) if not is_weight(tensor))))
+
+
+def recomputed(lm: Any, given: Mapping[str, Tensor]) -> set[str]:
+    """Return the names in a checkpoint of those tensors in `given` that an engine computes by itself."""
+    known = computed(lm)
+    return {name for name, tensor in given.items() if name in known and torch.equal(known[name].to(tensor), tensor)}
 
 
 def _storages(values: Any) -> list[StorageWeakRef]:
