@@ -38,6 +38,20 @@ def test_a_setting_that_the_engine_cannot_do_is_refused(
     assert list(problems(good("rollout.seed_per_request=false", "rollout.sleep=false"))) == []
 
 
+REFUSED_BY_HF = [
+    ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name=hf"),
+    (SPLIT, "rollout.tensor_parallel_size rollout.name=hf"),
+    (ALONE, "model.lora.weight_sync rollout.name=hf"),
+    ("rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs.block_size hf"),
+]
+
+
+@pytest.mark.parametrize(("settings", "keys"), REFUSED_BY_HF)
+def test_what_hf_cannot_do(settings: str, keys: str, named: Named) -> None:
+    named(refusal("rollout.name=hf", *settings.split()), keys)
+    check(good("rollout.name=hf", "rollout.engine_kwargs.use_cache=false", "rollout.top_k=5"))
+
+
 def test_an_engine_of_another_version_is_refused(named: Named) -> None:
     named(refusal("rollout.name=sglang"), "rollout.name=sglang")
     assert refusal("rollout.name=trtllm").startswith("rollout.name=trtllm must be one of ")

@@ -20,7 +20,7 @@ AHEAD = 64
 """Columns that are allocated at a time."""
 
 
-class Window:
+class CacheWindow:
     """Part of the memory that holds the rows: rows `0:rows` and columns `start:end`."""
 
     def __init__(self, room_rows: int, room_columns: int) -> None:
@@ -33,7 +33,7 @@ class WindowLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: CacheWindow) -> None:
         super().__init__()
         self.window = window
 
@@ -88,7 +88,7 @@ class WindowCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._window = Window(0, 0)
+        self._window = CacheWindow(0, 0)
         self._cache: Any = None
         self._first: list[int] = []
         """Column of each row's first token."""
@@ -105,7 +105,7 @@ class WindowCache:
     def prefill(self, lm: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, "WindowCache"]:
         """Let `lm` read whole rows; returns logits [R, V] after the last token of each, and a cache that holds them."""
         made, longest = WindowCache(self._device), max(map(len, rows))
-        made._window = Window(len(rows), longest)
+        made._window = CacheWindow(len(rows), longest)
         made._window.rows = len(rows)
         made._cache = Cache(layer_class_to_replicate=partial(WindowLayer, made._window))  # type: ignore[arg-type]
         made._first = [longest - len(row) for row in rows]
@@ -170,7 +170,7 @@ class WindowCache:
 
     def clear(self) -> None:
         """Drop all rows and free their memory."""
-        self._window, self._cache, self._first = Window(0, 0), None, []
+        self._window, self._cache, self._first = CacheWindow(0, 0), None, []
 
     def _pass(self, lm: Any, ids: Tensor) -> Tensor:
         """Run `lm` on the new columns `ids` [R, C]; returns logits [R, V] of the last one."""
@@ -199,7 +199,8 @@ class WindowCache:
         if rows <= window.room_rows and window.end + columns <= window.room_columns:
             return
         needed = window.end - window.start + columns
-        window.room_rows = max(window.room_rows, rows)
+        # Rows that have ended need no room.
+        window.room_rows = rows
         window.room_columns = -(-needed // AHEAD) * AHEAD
         if self._cache is not None:
             for layer in self._cache.layers:
