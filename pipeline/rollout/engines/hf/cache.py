@@ -43,14 +43,16 @@ class WindowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new columns, and return those of the window, with the new ones."""
+        """Write new columns, and return the window with the new columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
         end = window.end + key_states.shape[2]
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held[: window.rows, :, window.end : end] = new
-        return tuple(held[: window.rows, :, window.start : end] for held in (self.keys, self.values))  # type: ignore[return-value]
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        keys[: window.rows, :, window.end : end] = key_states
+        values[: window.rows, :, window.end : end] = value_states
+        return keys[: window.rows, :, window.start : end], values[: window.rows, :, window.start : end]
 
     def grow(self) -> None:
         """Move the window's content to the beginning of new memory, of the size that the window now has."""
@@ -70,7 +72,7 @@ class WindowLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
+        """Return -1: the number of columns has no limit."""
         return -1
 
     def _room(self, like: Tensor) -> Tensor:

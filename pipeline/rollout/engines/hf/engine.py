@@ -5,10 +5,10 @@
 
 1. All running rows are one batch with one KV cache (`cache.py`). A step is one prefill or one decode.
 2. A request has its own uniform numbers, one for each token, made from its seed. So its response does not depend on
-   the rows beside it, but for rounding.
+   the other rows, but for rounding.
 3. An update of the weights comes between two steps. To compute the KV again, running rows become waiting ones.
 4. Without a cache (`rollout.engine_kwargs.use_cache=false`) each step passes whole rows in the trainer's way. That is
-   slow, and it takes every model that can be trained. A finished row passes once more, alone, for its log-probs: if
+   slow, and it takes every model that can be trained. A finished row passes once more, by itself, for its log-probs: if
    the trainer passes single rows too, both compute the same numbers.
 """
 
@@ -81,7 +81,7 @@ class PartialRow:
 
 
 class HuggingFace:
-    """The model of `transformers` behind the protocol `Engine`.
+    """The model of `transformers` with the protocol `Engine`.
 
     Args:
         model: settings of the model. Its weights are read from the disk.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,4 +42,4 @@ def test_a_run_needs_no_vllm(tiny_model: Path, prompt_files: Any, tmp_path: Path
     # What `tests/test_end_to_end.py` allows for vLLM.
     gaps = {name: value for name, value in records[3].items() if "diff" in name and "max" in name}
     assert all(value < 1e-3 for value in gaps.values()), gaps
-    assert "starting the engines (hf)" in done.stdout and "engine       hf" in " ".join(done.stdout.split("\n"))
+    assert "starting the engines (hf)" in done.stdout and re.search(r"^ +engine +hf$", done.stdout, re.MULTILINE)
