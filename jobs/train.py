@@ -376,6 +376,8 @@ def _train(
         status = "interrupted"
     finally:
         places["disk"] = used(run_dir)
+        if uses_engines(config):
+            places["engine"] = config.rollout.name
         if kept.accepted:
             places["other files"] = kept.history
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)

@@ -17,7 +17,7 @@ class EngineRequest:
     seed: int | None = None
     """Seed of the response, below 2^63; None leaves it to the engine."""
     ends: tuple[int, ...] = ()
-    """Ids of tokens that end the response, in addition to those that the engine finds in the model's files."""
+    """Ids of tokens that end the response, in addition to the end tokens in the model's files."""
     ignore_eos: bool = False
     """True to go on generating past all of them."""
 

@@ -196,6 +196,9 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
         why = f"{compares} needs log-probs over the whole vocabulary, and the engine renormalises them"
         refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), why)
     rollout, longest = config.rollout, config.data.max_response_length
+    if not rollout.facts.truncated_log_probs:
+        why = f"rollout.name={rollout.name} returns log-probs over the whole vocabulary"
+        refused |= dict.fromkeys(("top_p", "top_k"), why)
     agents = config.agent.agents()
     asked = [name for name, agent in agents.items() if agent.environment is None and not agent.driven]
     asked = asked if config.agent.used else []

@@ -16,7 +16,7 @@ class EngineFacts:
     seeds: bool
     """A request may have its own seed, and its response then does not depend on the other requests."""
     truncated_log_probs: bool
-    """With top-p and top-k, log-probs are those of the tokens that are left, renormalised."""
+    """With top-p and top-k, log-probs are renormalised over the tokens that are left."""
     sleep: bool
     """The engine can free its GPU memory while it is idle."""
     adapters: bool
@@ -78,7 +78,7 @@ FACTS = {
         seeds=False,
         seeds_with="enable_deterministic_inference",
         truncated_log_probs=False,
-        sleep=True,
+        sleep=False,
         adapters=False,
         tensor_parallel=False,
         quantised=False,

@@ -18,17 +18,17 @@ def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[EngineRequest]
     return requests(prompts, uids, [plain] * len(prompts), plan.samples, seed=plan.seed, ignore_eos=True)
 
 
-def read_greeting(engine: str, asked: Sequence[EngineRequest], made: Sequence[Generation]) -> Greeting:
+def read_greeting(engine: str, requested: Sequence[EngineRequest], made: Sequence[Generation]) -> Greeting:
     """Collect the rows of the handshake.
 
     Args:
         engine: name of the engine.
-        asked: the requests.
+        requested: the requests.
         made: the generation of each request.
     """
     return Greeting(
         engine,
-        [list(request.prompt_ids) for request in asked],
+        [list(request.prompt_ids) for request in requested],
         [generation.token_ids for generation in made],
         [generation.log_probs for generation in made],
     )

@@ -29,7 +29,7 @@ def requests(
         settings: sampling settings of each prompt.
         n: number of samples of a prompt.
         seed: seed of the run; None leaves requests without seeds.
-        ends: ids of tokens that end a response, in addition to those that the engine finds in the model's files.
+        ends: ids of tokens that end a response, in addition to the end tokens in the model's files.
         ignore_eos: true to go on generating past all of them.
         greedy: true if each prompt has a greedy request.
     """

@@ -191,7 +191,7 @@ def copy_into(targets: Mapping[str, "torch.Tensor"], shards: Sequence[Shard], ti
 
     Raises:
         TimeoutError: a bucket did not arrive in time.
-        ValueError: the weights arrived damaged, or are not those of this model.
+        ValueError: the weights arrived damaged, or belong to another model.
     """
     device = next(iter(targets.values())).device
     missing = set(targets)

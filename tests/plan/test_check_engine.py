@@ -1,12 +1,14 @@
 """What an engine cannot do is refused by name, from the facts about it."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from pipeline.config.engines import FACTS, EngineFacts
 from pipeline.plan.check_engine import problems
 from pipeline.plan.checks import check
+from pipeline.sampling import row_limits
 from tests.plan.test_checks import ALONE, SPLIT, good, refusal
 from tests.sentences import Named
 
@@ -36,6 +38,63 @@ def test_a_setting_that_the_engine_cannot_do_is_refused(
     (sentence,) = problems(config)
     named(sentence, keys)
     assert list(problems(good("rollout.seed_per_request=false", "rollout.sleep=false"))) == []
+
+
+REFUSED_BY_HF = [
+    ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name=hf"),
+    (SPLIT, "rollout.tensor_parallel_size rollout.name=hf"),
+    (ALONE, "model.lora.weight_sync rollout.name=hf"),
+    ("rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs.block_size hf"),
+]
+
+
+@pytest.mark.parametrize(("settings", "keys"), REFUSED_BY_HF)
+def test_what_hf_cannot_do(settings: str, keys: str, named: Named) -> None:
+    named(refusal("rollout.name=hf", *settings.split()), keys)
+    check(good("rollout.name=hf", "rollout.engine_kwargs.use_cache=false", "rollout.top_k=5"))
+
+
+SGLANG_HERE = ("rollout.name=sglang", "rollout.seed_per_request=false")
+REFUSED_BY_SGLANG = [
+    ("rollout.seed_per_request=true", "rollout.seed_per_request rollout.name=sglang"),
+    ("rollout.top_p=0.9", "rollout.top_p rollout.top_k rollout.name=sglang"),
+    ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name=sglang"),
+    (SPLIT, "rollout.tensor_parallel_size rollout.name=sglang"),
+    (ALONE, "model.lora.weight_sync rollout.name=sglang"),
+    ("rollout.engine_kwargs.block_size=32", "rollout.engine_kwargs.block_size sglang"),
+    ("rollout.engine_kwargs.enable_deterministic_inference=true", "enable_deterministic_inference rollout.num_gpus"),
+]
+
+
+@pytest.mark.parametrize(("settings", "keys"), REFUSED_BY_SGLANG)
+def test_what_sglang_cannot_do(settings: str, keys: str, monkeypatch: pytest.MonkeyPatch, named: Named) -> None:
+    monkeypatch.setattr("pipeline.plan.check_engine.environment_problem", lambda python: "")
+    check(good(*SGLANG_HERE, "rollout.val_kwargs.top_p=0.9", "rollout.engine_kwargs.max_total_tokens=4096"))
+    named(refusal(*SGLANG_HERE, *settings.split()), keys)
+
+
+def test_seeds_in_the_deterministic_mode_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.plan.check_engine.environment_problem", lambda python: "")
+    gpu = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "rollout.engine_kwargs.enable_deterministic_inference=true")
+    assert list(problems(good("rollout.name=sglang", *gpu))) == []
+
+
+def test_the_environment_of_sglang(tmp_path: Path, named: Named) -> None:
+    python = tmp_path / "python"
+    named(refusal(*SGLANG_HERE, f"rollout.engine_python={python}"), "rollout.engine_python make sglang-env")
+    for answer, words in (("exit 1", "has no package sglang"), ("echo 0.4.1", "has sglang 0.4.1, but only 0.5.23")):
+        python.write_text(f"#!/bin/sh\n{answer}\n")
+        python.chmod(0o755)
+        assert words in refusal(*SGLANG_HERE, f"rollout.engine_python={python}")
+    python.write_text("#!/bin/sh\necho 0.5.23\n")
+    check(good(*SGLANG_HERE, f"rollout.engine_python={python}"))
+
+
+def test_rows_may_not_truncate_where_log_probs_are_not_renormalised() -> None:
+    limits = row_limits(good(*SGLANG_HERE))
+    with pytest.raises(ValueError, match=r"`extra_info.sampling_params.top_p` is 0.9.*rollout.name=sglang"):
+        limits["train"].check({"sampling_params": {"top_p": 0.9}})
+    limits["val"].check({"sampling_params": {"top_p": 0.9}})
 
 
 def test_an_unknown_engine_is_refused() -> None:

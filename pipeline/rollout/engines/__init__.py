@@ -1,4 +1,4 @@
-"""Rollout engines behind one protocol. `rollout.name` chooses the engine."""
+"""Rollout engines with one protocol. `rollout.name` chooses the engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ from pipeline.weights.load import Shard
 class Engine(Protocol):
     """An engine, which only the thread of its `EngineLoop` uses.
 
-    An engine labels each token with the policy version that generated it: -1 before the first `load`. The log-prob of a
-    token is that of the distribution from which it was sampled; greedy tokens have the log-prob at temperature 1.
+    An engine labels each token with the policy version that generated it: -1 before the first `load`. Log-probs
+    belong to the distribution from which a token was sampled; greedy tokens have the log-prob at temperature 1.
     """
 
     def add(self, request_id: str, request: EngineRequest) -> None:

@@ -20,7 +20,7 @@ AHEAD = 64
 """Columns that are allocated at a time."""
 
 
-class Window:
+class CacheWindow:
     """Part of the memory that holds the rows: rows `0:rows` and columns `start:end`."""
 
     def __init__(self, room_rows: int, room_columns: int) -> None:
@@ -33,7 +33,7 @@ class WindowLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: CacheWindow) -> None:
         super().__init__()
         self.window = window
 
@@ -43,14 +43,16 @@ class WindowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new columns, and return those of the window, with the new ones."""
+        """Write new columns, and return the window with the new columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
         end = window.end + key_states.shape[2]
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held[: window.rows, :, window.end : end] = new
-        return tuple(held[: window.rows, :, window.start : end] for held in (self.keys, self.values))  # type: ignore[return-value]
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        keys[: window.rows, :, window.end : end] = key_states
+        values[: window.rows, :, window.end : end] = value_states
+        return keys[: window.rows, :, window.start : end], values[: window.rows, :, window.start : end]
 
     def grow(self) -> None:
         """Move the window's content to the beginning of new memory, of the size that the window now has."""
@@ -70,7 +72,7 @@ class WindowLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
+        """Return -1: the number of columns has no limit."""
         return -1
 
     def _room(self, like: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class WindowCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._window = Window(0, 0)
+        self._window = CacheWindow(0, 0)
         self._cache: Any = None
         self._first: list[int] = []
         """Column of each row's first token."""
@@ -105,7 +107,7 @@ class WindowCache:
     def prefill(self, lm: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, "WindowCache"]:
         """Let `lm` read whole rows; returns logits [R, V] after the last token of each, and a cache that holds them."""
         made, longest = WindowCache(self._device), max(map(len, rows))
-        made._window = Window(len(rows), longest)
+        made._window = CacheWindow(len(rows), longest)
         made._window.rows = len(rows)
         made._cache = Cache(layer_class_to_replicate=partial(WindowLayer, made._window))  # type: ignore[arg-type]
         made._first = [longest - len(row) for row in rows]
@@ -170,7 +172,7 @@ class WindowCache:
 
     def clear(self) -> None:
         """Drop all rows and free their memory."""
-        self._window, self._cache, self._first = Window(0, 0), None, []
+        self._window, self._cache, self._first = CacheWindow(0, 0), None, []
 
     def _pass(self, lm: Any, ids: Tensor) -> Tensor:
         """Run `lm` on the new columns `ids` [R, C]; returns logits [R, V] of the last one."""
@@ -199,7 +201,8 @@ class WindowCache:
         if rows <= window.room_rows and window.end + columns <= window.room_columns:
             return
         needed = window.end - window.start + columns
-        window.room_rows = max(window.room_rows, rows)
+        # Rows that have ended need no room.
+        window.room_rows = rows
         window.room_columns = -(-needed // AHEAD) * AHEAD
         if self._cache is not None:
             for layer in self._cache.layers:

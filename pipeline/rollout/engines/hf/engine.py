@@ -5,10 +5,10 @@
 
 1. All running rows are one batch with one KV cache (`cache.py`). A step is one prefill or one decode.
 2. A request has its own uniform numbers, one for each token, made from its seed. So its response does not depend on
-   the rows beside it, but for rounding.
+   the other rows, but for rounding.
 3. An update of the weights comes between two steps. To compute the KV again, running rows become waiting ones.
 4. Without a cache (`rollout.engine_kwargs.use_cache=false`) each step passes whole rows in the trainer's way. That is
-   slow, and it takes every model that can be trained. A finished row passes once more, alone, for its log-probs: if
+   slow, and it takes every model that can be trained. A finished row passes once more, by itself, for its log-probs: if
    the trainer passes single rows too, both compute the same numbers.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Row:
+class PartialRow:
     """A request and what is generated so far."""
 
     id: str
@@ -81,7 +81,7 @@ class Row:
 
 
 class HuggingFace:
-    """The model of `transformers` behind the protocol `Engine`.
+    """The model of `transformers` with the protocol `Engine`.
 
     Args:
         model: settings of the model. Its weights are read from the disk.
@@ -104,8 +104,8 @@ class HuggingFace:
         self._shares_prompts = rollout.enable_prefix_caching
         self._random = np.random.default_rng(seed)
         self._version = -1
-        self._waiting: list[Row] = []
-        self._running: list[Row] = []
+        self._waiting: list[PartialRow] = []
+        self._running: list[PartialRow] = []
         self._cache = WindowCache(self._device)
         self.uses_cache = rollout.engine_kwargs.get("use_cache", True) and self._can_cache()
         self._cells = self._room(rollout) if self.uses_cache else 0
@@ -115,7 +115,7 @@ class HuggingFace:
         seed = int(self._random.integers(1 << 62)) if request.seed is None else request.seed
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(request.sampling.max_tokens)
         ends = frozenset() if request.ignore_eos else self._ends.union(request.ends)
-        self._waiting.append(Row(request_id, request, uniforms, ends))
+        self._waiting.append(PartialRow(request_id, request, uniforms, ends))
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
@@ -125,6 +125,7 @@ class HuggingFace:
         self._running += self._take(len(self._waiting))
         return self._pass_whole()
 
+    @torch.inference_mode()
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests."""
         dropped = set(request_ids)
@@ -174,7 +175,7 @@ class HuggingFace:
                 return taken
         return len(self._waiting)
 
-    def _take(self, most: int) -> list[Row]:
+    def _take(self, most: int) -> list[PartialRow]:
         """Take waiting rows, as many as `max_num_seqs` leaves room for."""
         count = min(most, self._most - len(self._running))
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -209,7 +210,7 @@ class HuggingFace:
         self._keep(lambda row: not row.reason)
         return outputs
 
-    def _keep(self, stays: Callable[[Row], bool]) -> None:
+    def _keep(self, stays: Callable[[PartialRow], bool]) -> None:
         """Remove the running rows that do not stay."""
         index = [number for number, row in enumerate(self._running) if stays(row)]
         if len(index) < len(self._running):
@@ -271,7 +272,7 @@ class HuggingFace:
         self._keep(lambda row: not row.reason)
         return [row.output() for row in done]
 
-    def _rescored(self, row: Row) -> list[float]:
+    def _rescored(self, row: PartialRow) -> list[float]:
         """Compute the log-probs of a response as the trainer does, in one pass over the row."""
         prompt, tokens = len(row.request.prompt_ids), row.tokens
         ids = torch.tensor([tokens], device=self._device)
@@ -282,7 +283,7 @@ class HuggingFace:
 
     # Tokens.
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor) -> list[EngineOutput]:
+    def _sample(self, rows: Sequence[PartialRow], logits: Tensor) -> list[EngineOutput]:
         """Add one token to each row, sampled from `logits` [R, V]; returns the rows that have ended."""
         for number, row in enumerate(rows):
             if row.ends and len(row.ids) < row.request.sampling.min_tokens:
@@ -296,7 +297,7 @@ class HuggingFace:
             row.reason = self._ended(row)
         return [row.output() for row in rows if row.reason]
 
-    def _ended(self, row: Row) -> str:
+    def _ended(self, row: PartialRow) -> str:
         """Return the reason why a response ends with its last token; "" if it does not."""
         sampling, count = row.request.sampling, len(row.ids)
         if row.ids[-1] in row.ends:

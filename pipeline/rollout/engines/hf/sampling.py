@@ -1,4 +1,4 @@
-"""Sampling of next tokens. A log-prob is that of the distribution from which its token is sampled."""
+"""Sampling of next tokens. Log-probs belong to the distribution from which the token is sampled."""
 
 from collections.abc import Sequence
 

@@ -22,7 +22,7 @@ from pipeline.weights.load import Shard
 
 
 class VLLM:
-    """vLLM's `LLMEngine` in this process, behind the protocol `Engine`.
+    """vLLM's `LLMEngine` in this process, with the protocol `Engine`.
 
     The loop steps the engine itself, and weights reach it without another process in between.
     """
