@@ -28,7 +28,7 @@ ARGS ?=
 DEMO := slipstream.py demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(ARGS)
 KILLS ?= 20
 
-.PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
+.PHONY: help setup sglang-env demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,12 @@ help: ## this list
 
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
+
+SGLANG_STAMP := .venv-sglang/.installed-sglang-cpu
+$(SGLANG_STAMP): requirements/sglang-cpu.lock requirements/install.sh requirements/torchvision_without_cuda.py requirements/sgl_kernel/__init__.py
+	@requirements/install.sh sglang-cpu .venv-sglang $(or $(PYTHON),python3.11)
+
+sglang-env: $(SGLANG_STAMP) ## install SGLang's server into .venv-sglang, for rollout.name=sglang on CPUs
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 

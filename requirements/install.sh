@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fill a virtual environment with the tested set and Slipstream: install.sh ACCELERATOR VENV [PYTHON]
 # Slipstream is the wheel beside this script if there is one (`make wheel` puts them together), else this checkout.
+# With sglang-cpu it fills the environment of SGLang's server instead.
 # A finished install leaves VENV/.installed-ACCELERATOR; whatever lacks it, or was made for the other kind of machine, is
 # made anew, so that an interrupted install cannot leave half a package behind.
 set -euo pipefail
@@ -47,7 +48,7 @@ pip() { "$venv/bin/python" -m pip --quiet --quiet "$@"; }
 torch=$(grep '^torch==' "$lock")
 say "installing $torch"
 if ! pip install --no-deps "$torch"; then
-    if [ "$accelerator" != cpu ]; then
+    if [[ "$accelerator" != *cpu ]]; then
         exit 1
     fi
     say "pip finds no $torch; trying PyTorch's own index of CPU builds"
@@ -60,6 +61,13 @@ if ! "$venv/bin/python" -P -c 'import torchvision' 2>/dev/null; then
     cp "$here/torchvision_without_cuda.py" "$site/"
     echo 'import torchvision_without_cuda' >"$site/torchvision_without_cuda.pth"
     "$venv/bin/python" -P -c 'import torchvision'
+fi
+if [ "$accelerator" = sglang-cpu ]; then
+    # SGLang's server needs none of Slipstream's packages, and on CPUs a stand-in for its kernels.
+    cp -r "$here/sgl_kernel" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
+    touch "$stamp"
+    say "done; the runs of this folder find it, others by rollout.engine_python=$PWD/$venv/bin/python"
+    exit
 fi
 wheel=$(find "$here" -maxdepth 1 -name 'slipstream_rl-*.whl')
 if [ -n "$wheel" ]; then

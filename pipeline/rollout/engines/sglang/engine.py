@@ -31,7 +31,7 @@ from pipeline.generation import EngineOutput, EngineRequest, Generation
 from pipeline.models.architecture import longer_positions
 from pipeline.models.weight_files import alone, read_config
 from pipeline.rollout.engines.sglang.client import Client
-from pipeline.rollout.engines.sglang.server import Server
+from pipeline.rollout.engines.sglang.server import ServerProcess
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.load import Shard, fetch, parameters
 from pipeline.weights.shared import Report, SharedBuffer, aligned, buckets
@@ -79,7 +79,7 @@ class SGLang:
         # The folder is read while the server starts, and not later.
         with alone(model.path or "") as path:
             flags = arguments(model, rollout, max_model_len, seed, path)
-            self.server = Server(python(rollout), flags, variables(rollout), log, start_timeout)
+            self.server = ServerProcess(python(rollout), flags, variables(rollout), log, start_timeout)
         self._client = Client(self.server.url, self.server.key)
 
     def add(self, request_id: str, request: EngineRequest) -> None:

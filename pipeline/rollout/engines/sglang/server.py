@@ -36,7 +36,7 @@ SHOWN = 600
 """Last characters of the log in an error."""
 
 
-class Server:
+class ServerProcess:
     """A running server.
 
     Args:

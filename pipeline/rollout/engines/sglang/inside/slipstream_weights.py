@@ -7,6 +7,7 @@ imports only `pipeline.weights`, which needs nothing but torch.
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 if "pipeline" not in sys.modules:
     package = types.ModuleType("pipeline")
@@ -16,7 +17,7 @@ if "pipeline" not in sys.modules:
 from pipeline.weights import shared
 
 
-def load(model, named):
+def load(model: Any, named: Any) -> None:
     """Load a buffer into the model; the only tensor in `named` holds the bytes of the manifest."""
     ((_, manifest),) = named
     shared.load(model, bytes(manifest.cpu().tolist()))
