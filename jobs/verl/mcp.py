@@ -53,8 +53,9 @@ def _is_mcp(entry: Any) -> bool:
 
 def _entry(state: State, key: str, entry: dict[str, Any]) -> list[str]:
     """Convert one entry of verl's file to the texts of its servers."""
-    settings = entry.get("mcp")
-    file = settings.get("mcp_servers_config_path") if isinstance(settings, dict) else None
+    given = entry.get("mcp")
+    settings = given if isinstance(given, dict) else {}
+    file = settings.get("mcp_servers_config_path")
     try:
         servers = json.loads(Path(file).read_text(encoding="utf-8"))["mcpServers"].items()  # type: ignore[arg-type]
     except (OSError, TypeError, KeyError, ValueError, AttributeError):
