@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -36,8 +36,10 @@ import pyarrow as pa
 from benchmarks import rollout
 from pipeline import rows
 from pipeline.config import Config
-from pipeline.rollout import vllm
+from pipeline.generation import EngineRequest
+from pipeline.rollout.engines import Engine
 from pipeline.rollout.episodes import Episodes
+from pipeline.rollout.seeds import seed_of
 from pipeline.rollout.stage import Rollout, sections, token_lists
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
@@ -134,23 +136,24 @@ async def bare(stage: Rollout, policy: rollout.OneVersion, config: Config, chunk
     prompts = [ids for chunk in chunks for ids in token_lists(chunk, "prompt_ids") for _ in range(config.rollout.n)]
     await stage._bring_to(Ticket(policy.version, policy.shards))
 
-    def play(engine: Any) -> int:
+    def play(engine: Engine) -> int:
         tokens, turns = 0, Counter[int]()
 
         def ask(number: int) -> None:
-            prompt, params = vllm.turn(prompts[number], sampling, vllm.seed_of(f"{number}/{turns[number]}"))
-            vllm.salt(engine, prompt)
-            engine.add_request(str(number), prompt, params)
+            engine.add(str(number), EngineRequest(prompts[number], sampling, seed_of(f"{number}/{turns[number]}")))
             turns[number] += 1
 
         for number in range(len(prompts)):
             ask(number)
-        while engine.has_unfinished_requests():
+        running = len(prompts)
+        while running:
             for output in engine.step():
-                number, answer = int(output.request_id), output.outputs[0].token_ids
+                number, answer = int(output.request_id), output.generation.token_ids.tolist()
                 tokens += len(answer)
+                running -= 1
                 if turns[number] < config.agent.max_turns:
                     prompts[number] = [*prompts[number], *answer, *observation]
+                    running += 1
                     ask(number)
         return tokens
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.family_forms import build, move
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.config import Config
+from pipeline.generation import EngineRequest
 from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf
@@ -34,6 +35,9 @@ from pipeline.train.handshake import Handshake
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
 from pipeline.weights.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    from pipeline.rollout.engines.vllm.engine import VLLM
 
 PROMPTS = (3, 20, 40, 63)
 """Tokens of the prompts."""
@@ -152,23 +156,21 @@ class Engine:
 
     def start(self, folder: Path, saved: bool) -> str:
         """Start the engine, with the weights in `folder` if they are `saved` there; returns vLLM's class of it."""
-        from pipeline.rollout import vllm
+        from pipeline.rollout import engines
         from pipeline.rollout.engine import EngineLoop
 
-        self.vllm, self.config = vllm, settings(folder)
+        self.config = settings(folder)
         if saved:
             self.config.rollout.engine_kwargs["load_format"] = "auto"
         known_class(folder)
         length = self.config.data.longest_row
-        self.loop = EngineLoop(
-            lambda: vllm.build(self.config.model, self.config.rollout, length, 0), CALL_S, vllm.drain, vllm.salt
-        )
-        found = self.loop.call(lambda engine: engine.collective_rpc("get_model"))
+        self.loop = EngineLoop(lambda: engines.build(self.config.model, self.config.rollout, length, 0), CALL_S)
+        found = self.loop.call(lambda engine: cast("VLLM", engine).llm.collective_rpc("get_model"))
         return type(found.result(CALL_S)[0]).__name__
 
     def load(self, shard: Any, version: int) -> None:
         """Load a version as a rollout stage does."""
-        self.loop.call(lambda engine: self.vllm.load(engine, [shard], CALL_S, version), True).result(CALL_S)
+        self.loop.call(lambda engine: engine.load([shard], CALL_S, version), True).result(CALL_S)
 
     def greet(self, plan: GreetingPlan) -> Greeting:
         """Generate the rows of the handshake."""
@@ -178,15 +180,17 @@ class Engine:
 
     def generate(self, prompts: Sequence[list[int]]) -> Greeting:
         """Generate responses of all lengths to each prompt."""
+        from pipeline.rollout.requests import requests
+
         chosen = [Sampling.of(self.config.rollout, length, "train") for length in RESPONSES] * len(prompts)
         repeated = [prompt for prompt in prompts for _ in RESPONSES]
         uids = [str(number) for number in range(len(repeated))]
-        return self._generated(self.vllm.requests(repeated, uids, chosen, 1, seed=0, ignore_eos=True))
+        return self._generated(requests(repeated, uids, chosen, 1, seed=0, ignore_eos=True))
 
-    def _generated(self, requests: list[tuple[Any, Any]]) -> Greeting:
+    def _generated(self, asked: list[EngineRequest]) -> Greeting:
         from pipeline.rollout.greetings import read_greeting
 
-        return read_greeting("engine", self.loop.submit(requests).result(CALL_S))
+        return read_greeting("engine", asked, self.loop.submit(asked).result(CALL_S))
 
 
 def known_class(folder: Path) -> None:

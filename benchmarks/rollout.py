@@ -1,14 +1,15 @@
-"""Generated tokens per second of the rollout stage against bare vLLM.
+"""Generated tokens per second of the rollout stage against the bare engine.
 
     python -m benchmarks.rollout                           # makes a tiny model and prompts of its own
     python -m benchmarks.rollout --model DIR --data FILE --where process --repeats 6
 
 For bare vLLM, all requests for token ids and log-probs are added to an `LLMEngine` at once, which takes steps until
-they are done. It takes turns with the stage on the same engine, so that weights, threads, arguments, samples and other
-work of the machine are the same for both. Only ratios within one run are to be trusted; on a busy machine, ratios by
-CPU seconds are better than ratios by the clock. `chunk by chunk` is the stage with one chunk at a time, whose engine
-runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward, advantage,
-record, splits), timed from the publication of a version to its last row at the trainer.
+they are done; another engine (`rollout.name=NAME`) gets them as the stage gives them to it. The bare engine takes turns
+with the stage, so that weights, threads, arguments, samples and other work of the machine are the same for both. Only
+ratios within one run are to be trusted; on a busy machine, ratios by CPU seconds are better than ratios by the clock.
+`chunk by chunk` is the stage with one chunk at a time, whose engine runs empty at the end of each. `--where ray` is the
+whole stream on Ray Data (prompts, rollout, reward, advantage, record, splits), timed from the publication of a version
+to its last row at the trainer.
 
 Responses of the tiny model end by chance: to it all tokens are about equally likely, and several of them count as end
 of sequence, so lengths are geometric with a long tail.
@@ -16,6 +17,7 @@ of sequence, so lengths are geometric with a long tail.
 
 import argparse
 import asyncio
+import copy
 import os
 import statistics
 import sys
@@ -38,11 +40,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.derived import chunk_prompts
+from pipeline.generation import EngineRequest
 from pipeline.greeting import Greeting
 from pipeline.models.precision import torch_dtype
 from pipeline.prompts.encode import stamp, to_table
 from pipeline.prompts.stage import loaders
-from pipeline.rollout import vllm
+from pipeline.rollout.engines import Engine
+from pipeline.rollout.engines.vllm.engine import VLLM, params
+from pipeline.rollout.requests import requests
 from pipeline.rollout.stage import Rollout, sections, token_lists
 from pipeline.run.driver import start_ray
 from pipeline.sampling import Sampling, row_limits
@@ -119,7 +124,8 @@ class Probe(Rollout):
         self._tables.append(table)
         released = self._released
         if len(self._tables) == self._chunks:
-            found = bare(self, requests(self._data, self._rollout, self._seed, self._tables, -1 - ticket.version))
+            asked = samples(self._data, self._rollout, self._seed, self._tables)
+            found = bare(self, asked, -1 - ticket.version)
             store: StoreClient = self._policy._store  # type: ignore[attr-defined]
             await store.awaited(PolicyStore.post, PromptsMade(BARE, found._asdict()))
             self._tables, self._released = [], asyncio.Event()
@@ -128,38 +134,55 @@ class Probe(Rollout):
         return await super().__call__(table)
 
 
-def requests(
-    data: DataConfig, rollout: RolloutConfig, seed: int | None, chunks: Sequence[pa.Table], version: int
-) -> list[tuple[Any, Any]]:
-    """Make requests for the samples of the stage, as vLLM documents them; `version` salts the prefix cache."""
+def samples(
+    data: DataConfig, rollout: RolloutConfig, seed: int | None, chunks: Sequence[pa.Table]
+) -> list[EngineRequest]:
+    """Make the requests for the samples of the stage."""
     made = []
     for table in chunks:
         prompts = token_lists(table, "prompt_ids")
-        for prompt, params in vllm.requests(
+        made += requests(
             prompts,
             table["uid"].to_pylist(),
             [Sampling.of(rollout, data.max_response_length, "train")] * len(prompts),
             rollout.n,
             seed=seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
-        ):
-            params.skip_clone = False
-            made.append(({"prompt_token_ids": prompt["prompt_token_ids"], "cache_salt": f"v{version}"}, params))
+        )
     return made
 
 
-def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
-    """Generate for all requests at once, in the engine's own thread."""
+def bare(stage: Rollout, asked: list[EngineRequest], version: int) -> Generated:
+    """Generate for all requests at once, in the engine's own thread; `version` salts vLLM's prefix cache."""
 
-    def generate(engine: Any) -> Generated:
-        begun, tokens = clocks(), 0
-        for number, (prompt, params) in enumerate(pairs):
-            engine.add_request(f"bare-{number}", prompt, params)
-        while engine.has_unfinished_requests():
-            tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
+    def generate(engine: Engine) -> Generated:
+        if isinstance(engine, VLLM):
+            return bare_vllm(engine.llm, asked, version)
+        begun, tokens, running = clocks(), 0, len(asked)
+        for number, request in enumerate(asked):
+            engine.add(f"bare-{number}", request)
+        while running:
+            done = engine.step()
+            running -= len(done)
+            tokens += sum(len(output.generation.token_ids) for output in done)
         return Generated.since(begun, tokens)
 
     return stage.engine.call(generate, when_idle=True).result(timeout=600.0)
+
+
+def bare_vllm(llm: Any, asked: list[EngineRequest], version: int) -> Generated:
+    """Generate for all requests at once, with requests as vLLM documents them."""
+    pairs = []
+    for request in asked:
+        own = copy.copy(params(request.sampling, request.ends, request.ignore_eos))
+        own.seed, own.skip_clone = request.seed, False
+        pairs.append(({"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{version}"}, own))
+    begun, tokens = clocks(), 0
+    for number, (prompt, own) in enumerate(pairs):
+        llm.add_request(f"bare-{number}", prompt, own)
+    while llm.has_unfinished_requests():
+        tokens += sum(len(output.outputs[0].token_ids) for output in llm.step() if output.finished)
+    return Generated.since(begun, tokens)
 
 
 async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
@@ -214,8 +237,8 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
             else:
                 seeds = name == "bare"
                 seed = config.trainer.seed if seeds else None
-                asked = requests(config.data, config.rollout, seed, chunks, -1 - 2 * repeat - seeds)
-                found = bare(stage, asked)
+                asked = samples(config.data, config.rollout, seed, chunks)
+                found = bare(stage, asked, -1 - 2 * repeat - seeds)
             rates[name].append(found.tokens / found.seconds)
             rates[name + CPU].append(found.tokens / found.cpu_s)
     stage.engine.close()
@@ -267,7 +290,7 @@ def settings(model: str, data: str, args: argparse.Namespace) -> Config:
 
 
 def report(where: str, rates: dict[str, list[float]]) -> None:
-    """Print medians, and each mode's ratio to bare vLLM of the same repeat."""
+    """Print medians, and each mode's ratio to the bare engine in the same repeat."""
     for name, values in rates.items():
         ratios = np.divide(values, rates["bare" + CPU * name.endswith(CPU)])
         listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)

@@ -106,10 +106,9 @@ class Receiver:
     """The receiving side: one engine."""
 
     def __init__(self, config: Config):
-        from pipeline.rollout import vllm
+        from pipeline.rollout import engines
 
-        self._vllm = vllm
-        self._engine = vllm.build(config.model, config.rollout, 512, config.trainer.seed)
+        self._engine = engines.build(config.model, config.rollout, 512, config.trainer.seed)
         self._held: list[Any] = []
 
     def get(self, shard: Shard, repeats: int) -> Times:
@@ -119,7 +118,7 @@ class Receiver:
         return in_turns(repeats, lambda: self.take(shard), size(shard))
 
     def take(self, shard: Shard) -> None:
-        self._vllm.load(self._engine, [shard], WAIT_S, 1)
+        self._engine.load([shard], WAIT_S, 1)
 
     def hold(self, shard: Shard) -> tuple[float, float]:
         """Hold all buckets, and read every byte; returns the private MiB before and after."""

@@ -382,6 +382,8 @@ def _train(
         status = "interrupted"
     finally:
         places["disk"] = used(run_dir)
+        if uses_engines(config):
+            places["engine"] = config.rollout.name
         if kept.accepted:
             places["other files"] = kept.history
         places["to continue"] = _sequel(config, run_dir, command, resolved.iterations if status == "finished" else None)

@@ -1,8 +1,25 @@
-"""Result of an engine for one request."""
+"""Requests to an engine, and their results."""
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from pipeline.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One response for an engine to generate."""
+
+    prompt_ids: list[int]
+    """Token ids of the prompt. Engines keep this list, so it must not be changed."""
+    sampling: Sampling
+    seed: int | None = None
+    """Seed of the response, below 2^63; None leaves it to the engine."""
+    ends: tuple[int, ...] = ()
+    """Ids of tokens that end the response, in addition to the end tokens in the model's files."""
+    ignore_eos: bool = False
+    """True to go on generating past all of them."""
 
 
 @dataclass(frozen=True)
@@ -14,3 +31,11 @@ class Generation:
     finish_reason: str
     version_runs: tuple[tuple[int, int], ...]
     """(Policy version, number of tokens that it generated), in the order of the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """A finished request of an engine."""
+
+    request_id: str
+    generation: Generation

@@ -48,8 +48,8 @@ from pipeline.dynamic_sampling.ledger import FilterRules
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay.stage import Replay
 from pipeline.reward.stage import Reward, SingleReward
-from pipeline.rollout import tensor_parallel
 from pipeline.rollout.elastic import set_autoscaling
+from pipeline.rollout.engines.vllm import process, tensor_parallel
 from pipeline.rollout.gate import Gate
 from pipeline.rollout.policy_source import StorePolicy
 from pipeline.rollout.stage import Rollout, sections
@@ -272,19 +272,9 @@ def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) 
     )
 
 
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment variable that makes glibc use huge pages: vLLM allocates new memory for new weights, and the first access
-to this memory would take longer than the copy."""
-
-
 def engine_env(config: Config) -> dict[str, str]:
     """Return the environment variables of an engine's process, such as its number of compute threads (Ray would set
     1)."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
-    env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", **HUGE_PAGES}
-    if config.rollout.tensor_parallel_size > 1:
-        env |= tensor_parallel.ENV
-    if config.rollout.num_gpus == 0 and config.rollout.enforce_eager:
-        # Even in eager mode vLLM compiles one function of its sampler, which takes seconds and needs a C++ compiler.
-        env["TORCHDYNAMO_DISABLE"] = "1"
-    return env
+    env = {"OMP_NUM_THREADS": str(threads)}
+    return env | process.environment(config.rollout) if config.rollout.name == "vllm" else env

@@ -37,7 +37,7 @@ def generate(folder: str, plan: GreetingPlan, dtype: str, longest: int) -> Greet
 
     from pipeline.config import Config
     from pipeline.models.tokenizer import load_tokenizer
-    from pipeline.rollout import vllm
+    from pipeline.rollout import engines
     from pipeline.rollout.greetings import greeting_requests, read_greeting
 
     torch.set_num_threads(1)
@@ -45,14 +45,14 @@ def generate(folder: str, plan: GreetingPlan, dtype: str, longest: int) -> Greet
     config.model.path = folder
     config.rollout.dtype, config.rollout.enforce_eager, config.rollout.max_num_seqs = dtype, True, 16
     config.rollout.engine_kwargs = {"load_format": "auto"}
-    engine = vllm.build(config.model, config.rollout, longest, 1)
+    engine = engines.build(config.model, config.rollout, longest, 1)
     requests = greeting_requests(plan, load_tokenizer(config.model, needs_chat_template=False))
-    for number, (prompt, params) in enumerate(requests):
-        engine.add_request(str(number), prompt, params)
+    for number, request in enumerate(requests):
+        engine.add(str(number), request)
     finished: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
-    return read_greeting("engine", [finished[str(number)] for number in range(len(requests))])
+    while len(finished) < len(requests):
+        finished |= {output.request_id: output.generation for output in engine.step()}
+    return read_greeting("engine", requests, [finished[str(number)] for number in range(len(requests))])
 
 
 def greet(folder: Path, dtype: str = "float32", longest: int = LONGEST) -> tuple[GreetingPlan, Greeting]:

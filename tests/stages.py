@@ -6,7 +6,6 @@ Each worker of Ray that gets one imports this module, so it imports little.
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.agent.ray_hosts import Hosts
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
+from pipeline.generation import EngineOutput, EngineRequest, Generation
 from pipeline.models import ends, tokenizer
 from pipeline.prompts import stage
 from pipeline.prompts.stage import Schedule
-from pipeline.rollout import vllm
+from pipeline.rollout import engines
 from pipeline.rollout.policy_source import PolicySource
 from pipeline.rollout.stage import Rollout
 from pipeline.store.versions import Ticket
@@ -54,35 +54,30 @@ class Prompts(stage.Prompts):
 
 
 class Answers:
-    """Stands in for vLLM's `LLMEngine`."""
+    """Stands in for an engine. Weights mean nothing to it."""
 
     SECONDS = 0.05
 
     def __init__(self) -> None:
-        self._running: list[Any] = []
-        self._version = "-1"
+        self._running: list[EngineOutput] = []
+        self._version = -1
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        greedy = params.temperature == 0
-        ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
-        log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
-        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop", weight_versions=None)
-        self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        seed = None if request.sampling.temperature == 0 else request.seed
+        ids = np.array(answer(request.prompt_ids, self._version, seed), np.int32)
+        made = Generation(ids, np.full(len(ids), -0.5, np.float32), "stop", ((self._version, len(ids)),))
+        self._running.append(EngineOutput(request_id, made))
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[EngineOutput]:
         time.sleep(self.SECONDS)
         done, self._running = self._running, []
         return done
 
-    def collective_rpc(self, method: Any, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        """Weights mean nothing to it."""
-        return []
-
-    def set_weight_version(self, version: str) -> None:
+    def load(self, shards: Any, timeout: float, version: int) -> None:
         self._version = version
 
-    def get_weight_version(self) -> str:
-        return self._version
+    def close(self) -> None:
+        pass
 
 
 class StandIn(Rollout):
@@ -101,14 +96,10 @@ class StandIn(Rollout):
         policy: Any,
         hosts: Hosts,
     ) -> None:
-        # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
-        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
-        modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
-        sys.modules.update(modules)
         self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
         quick = patch.object(tokenizer, "load_tokenizer", quick_tokenizer)
         no_ends = patch.object(ends, "find_ends", lambda *model: SimpleNamespace(ids=()))
-        with patch.object(vllm, "build", lambda *args: self.answers()), quick, no_ends:
+        with patch.object(engines, "build", lambda *args: self.answers()), quick, no_ends:
             super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
         self._write(event="start")
 

@@ -105,6 +105,7 @@ SECTIONS: tuple[tuple[str, str], ...] = (
 RULED: dict[str, str] = {
     "trainer.n_gpus_per_node": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
     "trainer.nnodes": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
+    f"{_ROLLOUT}.name": "rollout.name",
     f"{_ROLLOUT}.enable_chunked_prefill": "rollout.engine_kwargs.enable_chunked_prefill",
     f"{_ACTOR}.tis_imp_ratio_cap": f"{_CORRECTION}.rollout_is_threshold",
     f"{_ACTOR}.use_token_level_loss": "actor.loss_agg_mode",
@@ -233,7 +234,7 @@ LOST: dict[str, str] = {
         "*.multi_turn.tokenization_sanity_check_mode data.continuous_token.*"
     ),
     "verl does not read it": "*.multi_turn.num_repeat_rollouts",
-    "vLLM is the engine": "actor_rollout_ref.rollout.name *.engine_kwargs.* *.engine_kwargs",
+    "vLLM is the engine": "*.engine_kwargs.* *.engine_kwargs",
     "all responses are trained; algorithm.max_staleness keeps others from waiting for slow ones": "*.over_sample_rate",
     "the run is on CPUs or NVIDIA GPUs (trainer.use_gpu)": "trainer.device",
     "the schedule is worked out from the length of the run": (
@@ -285,7 +286,6 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "*.optimizer": ("AdamW",),
     "*.optimizer_impl": ("torch.optim",),
     "*.lora_alpha": tuple(range(1, 1025)),
-    "actor_rollout_ref.rollout.name": ("vllm",),
     "*.use_remove_padding": (True,),
     "trainer.balance_batch": (True,),
     "*.hybrid_engine": (True,),

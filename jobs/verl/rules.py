@@ -36,6 +36,15 @@ def words(state: State) -> None:
             state.leave(key, "there is none of this name; `slipstream docs algorithms` shows your own", cannot=True)
 
 
+def engine_name(state: State) -> None:
+    """Convert the engine: `hf` stays, and vLLM takes the place of engines that this version does not have."""
+    name = state.given.get(f"{_ROLLOUT}.name")
+    if name == "hf":
+        state.set("rollout.name", name)
+    elif name not in (None, "vllm"):
+        state.leave(f"{_ROLLOUT}.name", "vLLM is the engine")
+
+
 def adapters(state: State) -> None:
     """Convert LoRA: settings of the policy's adapters, which the critic shares, and how adapters reach the engines."""
     section, theirs = "actor_rollout_ref.model", ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
@@ -51,7 +60,8 @@ def adapters(state: State) -> None:
         state.drop(*(f"model.lora.{name}" for name in names.values()))
         return
     # Unless it merges, verl sends only the adapter to the engines.
-    merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
+    alone = state.get("rollout.name") != "hf" and "policy" not in state.scorers
+    merges = state.given.get(f"{section}.lora.merge") is True or not alone
     state.set("model.lora.weight_sync", "merged" if merges else "adapter")
 
 
@@ -299,6 +309,7 @@ def run(state: State) -> None:
 RULES: tuple[Callable[[State], None], ...] = (
     *(
         words,
+        engine_name,
         adapters,
         sequences,
         reference,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.bounds import setting
+from pipeline.config.engines import FACTS, EngineFacts
 
 
 @dataclass
@@ -26,6 +27,10 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     """Engines that generate responses."""
+
+    name: str = setting("vllm", choices=tuple(FACTS))
+    """Engine: `vllm`, or `hf`, the model of `transformers` in the code of the trainer: for models that vLLM lacks, for
+    machines without vLLM, and to learn whether a problem is the engine's. `sglang` is not built in this version."""
 
     n: int = setting(8, at_least=1)
     """Number of responses per training prompt (group size)."""
@@ -119,7 +124,13 @@ class RolloutConfig:
     generates them."""
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of vLLM's `EngineArgs`."""
+    """Extra arguments of the engine: of `vllm`, fields of its `EngineArgs`; of `hf`, `use_cache` (`false` passes whole
+    rows at each step, in the way of the trainer, which is slow)."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Abilities of the engine."""
+        return FACTS[self.name]
 
     @property
     def gpus(self) -> float:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
+from pipeline.config.schema import keys
 from pipeline.config.trainer import FILES
 from pipeline.errors import short_reason
 from pipeline.evaluate.settings import result_settings
@@ -168,7 +169,9 @@ def _known(description: Mapping[str, Any]) -> Fingerprints:
 def _differences(known: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     marks = _known(known)
     for key, value in now["settings"].items():
-        if (old := known["settings"].get(key)) != value and not same_files(key, old, value, marks):
+        # A description of an older version may lack the key.
+        old = known["settings"].get(key, keys(Config)[key].default)
+        if old != value and not same_files(key, old, value, marks):
             yield f"{key} ({old} there, {value} now)"
     for kind in FILES:
         for setting, text in marks.changes(_known(now), kind).items():

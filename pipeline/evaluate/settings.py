@@ -25,7 +25,7 @@ RESULT = (
     *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")),
     *(f"model.{key}" for key in ("path", "tokenizer_path", "trust_remote_code")),
     *(f"rollout.{key}" for key in ("val_kwargs.", "stop", "min_tokens", "ignore_eos", "chunk_prompts")),
-    *(f"rollout.{key}" for key in ("dtype", "seed_per_request", "engine_kwargs")),
+    *(f"rollout.{key}" for key in ("name", "dtype", "seed_per_request", "engine_kwargs")),
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
     *("agent.", "trainer.seed"),
 )
@@ -57,8 +57,9 @@ def used(config: Config) -> Config:
     result.rollout.n = result.rollout.val_kwargs.n
     result.rollout.chunk_prompts = result.rollout.chunk_prompts or MOST_PROMPTS
     result.data.train_batch_size = result.rollout.chunk_prompts
-    # In a run weights come from the trainer; here the engine reads them itself.
-    result.rollout.engine_kwargs.setdefault("load_format", "auto")
+    if result.rollout.name == "vllm":
+        # In a run weights come from the trainer; here the engine reads them itself, which others always do.
+        result.rollout.engine_kwargs.setdefault("load_format", "auto")
     return result
 
 

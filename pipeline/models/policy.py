@@ -108,7 +108,7 @@ class Policy(Pretrained):
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            sums[part] = torch.softmax(self._logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
+            sums[part] = torch.softmax(self.logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
         return sums
 
     def try_pass(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Policy(Pretrained):
         """The model without its head."""
         return self.lm.get_decoder()
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] float32, logits at temperature 1 for `hidden` [..., H], as `lm` itself computes them."""
         head = self._linear_head()
         return LogitRule(self.scale, self.softcap).apply(linear(hidden, head.weight, head.bias))[0]
@@ -135,7 +135,7 @@ class Policy(Pretrained):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Check on random hidden states that `_logits` gives the logits that `lm` itself computes.
+        """Check on random hidden states that `logits` gives the logits that `lm` itself computes.
 
         Model families scale or cap logits in many ways. Raises ValueError if the logits differ.
         """
@@ -147,7 +147,7 @@ class Policy(Pretrained):
             return
         with small_head(head):
             hidden, theirs = random_states(self.lm, decoder, head, token=0)
-            ours = self._logits(hidden)
+            ours = self.logits(hidden)
         if differs(ours, theirs):
             raise ValueError(
                 f"{name} computes its logits in a way that is not supported: a linear head with "

@@ -13,7 +13,7 @@ from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.mappings import compose_sections
 from pipeline.derived import chunk_prompts, most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, engine_arguments, models, parallel
+from pipeline.plan import check_agent, check_algorithm, check_engine, check_offload, check_reward, models, parallel
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -61,7 +61,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
         yield from sentences(config, section.problems())
     if uses_engines(config):
         yield from sentences(config, config.rollout.problems())
-        yield from engine_arguments.problems(config.rollout.engine_kwargs)
+        yield from check_engine.problems(config)
     yield from sentences(config, _sections(config))
     yield from _prompts(config)
     yield from check_reward.problems(config)

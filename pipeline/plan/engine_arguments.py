@@ -1,28 +1,11 @@
-"""Check names in `rollout.engine_kwargs` against vLLM's `EngineArgs`.
-
-The names are read from vLLM's source file, since importing vLLM takes many seconds.
-"""
+"""Names of the fields of vLLM's `EngineArgs`, read from its source file, since importing vLLM takes many seconds."""
 
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipeline.errors import nearest
-
 FILE = "engine/arg_utils.py"
-
-
-def problems(names: Iterable[str]) -> Iterator[str]:
-    """Yield one sentence per name in `names` that is not a field of vLLM's `EngineArgs`."""
-    known = engine_arguments()
-    for name in names:
-        if known and name not in known:
-            yield (
-                f"rollout.engine_kwargs.{name} is not an argument of vLLM's EngineArgs{nearest(name, known)}; leave it "
-                "out, or write the name of one"
-            )
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.config import Config
+from pipeline.config.engines import EngineFacts
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.derived import reads_reference, uses_critic
@@ -198,8 +199,8 @@ def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bo
         yield from try_tokenizer(tokenizer, one, key, source)
         if trained:
             yield from try_model(one, key, load)
-        elif not quantisation(one.path):
-            yield from _try_engine_model(one, key)
+        elif not (config.rollout.facts.quantised and quantisation(one.path)):
+            yield from _try_engine_model(one, key, config.rollout.facts)
     if config.reward.model.path:
         key = "reward.model.path"
         one = replace(plain, path=config.reward.model.path, tokenizer_path=None)
@@ -225,16 +226,18 @@ def try_tokenizer(
         yield note
 
 
-def _try_engine_model(model: ModelConfig, key: str) -> Iterator[str]:
+def _try_engine_model(model: ModelConfig, key: str, facts: EngineFacts) -> Iterator[str]:
     """Try to load a model that only engines use; yield notes about it.
 
-    If `transformers` cannot load the family, this is only a note, since vLLM may have its own code for it. Raises
+    If `transformers` cannot load the family, this is only a note if the engine may have its own code for it. Raises
     ValueError for other problems, like `try_model`.
     """
     try:
         yield from try_model(model, key, load_lm)
     except NotLoadedError as error:
-        yield f"{error}. An evaluation leaves it to vLLM; it could not be trained"
+        if not facts.own_models:
+            raise
+        yield f"{error}. An evaluation leaves it to the engine; it could not be trained"
 
 
 def _load_critic(model: ModelConfig, key: str) -> Any:

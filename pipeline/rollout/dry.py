@@ -148,13 +148,13 @@ class Rehearsal(Episodes):
         return f"made-up call of {name}", f"{arguments} -> {_short(shown)}"
 
     async def _run(self, prompts: pa.Table) -> list[Episode]:
-        return await self.run(prompts, [[self._sampling]] * len(prompts), Lease(one_version=True), 0)
+        return await self.run(prompts, [[self._sampling]] * len(prompts), Lease(one_version=True))
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             tokens = np.array(self._answer[:most], np.int32)
             reason = "stop" if len(self._answer) <= most else "length"
-            return Generation(tokens, np.zeros(len(tokens), np.float32), reason, ((version, len(tokens)),))
+            return Generation(tokens, np.zeros(len(tokens), np.float32), reason, ((0, len(tokens)),))
 
         return ask
 

@@ -1,4 +1,4 @@
-"""The engine loop: one thread steps one vLLM engine; other threads submit chunks of requests.
+"""The engine loop: one thread steps one engine; other threads submit chunks of requests.
 
 Only the loop's thread touches the engine. Callers give it commands, which run between two steps in the order in which
 they came. A command with `when_idle` waits until no request is running, and later commands wait for that command: this
@@ -20,6 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.generation import EngineOutput, EngineRequest, Generation
+from pipeline.rollout.engines import Engine
+
 
 class EngineDead(RuntimeError):
     """The engine's thread has failed, so the engine cannot generate any more."""
@@ -39,7 +42,7 @@ class Lease:
 
 @dataclass
 class _Command:
-    run: Callable[[Any], Any] | None
+    run: Callable[[Engine], Any] | None
     """Function that gets the engine; None ends the loop."""
     when_idle: bool = False
     updates: bool = False
@@ -53,32 +56,22 @@ class _Chunk:
     one_version: bool
     future: Future = field(default_factory=Future)
     order: list[str] = field(default_factory=list)
-    outputs: dict[str, Any] = field(default_factory=dict)
+    done: dict[str, Generation] = field(default_factory=dict)
 
 
 class EngineLoop:
-    """A thread that drives an engine with `add_request(id, prompt, params)`, `step() -> outputs` and
-    `abort_request(ids)` (vLLM's `LLMEngine`).
+    """A thread that drives an engine.
 
     Args:
         build: makes the engine; called in the loop's own thread.
         start_timeout: maximum seconds for the engine to start.
-        drain: finishes the steps that the engine has begun ahead and returns their outputs.
-        prepare: called with the engine and a prompt right before the prompt is added.
 
     Raises:
         TimeoutError: the engine did not start in time.
         Exception: the error that `build` raised.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], Any],
-        start_timeout: float,
-        drain: Callable[[Any], list[Any]] = lambda engine: [],
-        prepare: Callable[[Any, Any], None] = lambda engine, prompt: None,
-    ):
-        self._drain, self._prepare = drain, prepare
+    def __init__(self, build: Callable[[], Engine], start_timeout: float):
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
@@ -100,7 +93,7 @@ class EngineLoop:
                 f"the rollout engine did not start within {start_timeout:.0f} s (trainer.deadlines.engine_start)"
             ) from None
 
-    def call(self, run: Callable[[Any], Any], when_idle: bool = False) -> Future:
+    def call(self, run: Callable[[Engine], Any], when_idle: bool = False) -> Future:
         """Run `run(engine)` between two steps, and return a future of the result.
 
         Args:
@@ -109,7 +102,7 @@ class EngineLoop:
         """
         return self._put(_Command(run, when_idle))
 
-    def update(self, run: Callable[[Any], Any]) -> Future:
+    def update(self, run: Callable[[Engine], Any]) -> Future:
         """Run `run(engine)`, which changes the weights, between two steps, after the steps that the engine has begun
         ahead.
 
@@ -126,7 +119,7 @@ class EngineLoop:
         """
         lease = Lease(one_version)
 
-        def grant(engine: Any) -> None:
+        def grant(engine: Engine) -> None:
             lease.granted = True
             self._leases.add(lease)
             # Its first commands may have come after another command `when_idle`, which waits for them from now on.
@@ -143,12 +136,12 @@ class EngineLoop:
         self._put(_Command(lambda engine: self._leases.discard(lease), lease=lease))
 
     def submit(
-        self, requests: Sequence[tuple[Any, Any]], one_version: bool = False, lease: Lease | None = None
+        self, requests: Sequence[EngineRequest], one_version: bool = False, lease: Lease | None = None
     ) -> Future:
-        """Add one chunk of requests, and return a future of their outputs in the same order.
+        """Add one chunk of requests, and return a future of their generations in the same order.
 
         Args:
-            requests: pairs (prompt, sampling params).
+            requests: the requests.
             one_version: true to let no `update` run before the chunk is done.
             lease: lease of the requests; they run ahead of commands that wait for the lease.
         """
@@ -159,12 +152,11 @@ class EngineLoop:
             chunk.future.set_result([])
             return chunk.future
 
-        def add(engine: Any) -> None:
-            for prompt, params in requests:
+        def add(engine: Engine) -> None:
+            for request in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
-                self._prepare(engine, prompt)
-                engine.add_request(request_id, prompt, params)
+                engine.add(request_id, request)
                 chunk.order.append(request_id)
                 self._chunk_of[request_id] = chunk
                 self._one_version += one_version
@@ -180,12 +172,12 @@ class EngineLoop:
     def abort(self, future: Future, lease: Lease | None = None) -> None:
         """Abort the requests of the chunk that has this `future`; the future then never gets a result."""
 
-        def drop(engine: Any) -> None:
+        def drop(engine: Engine) -> None:
             ids = [request_id for request_id, chunk in self._chunk_of.items() if chunk.future is future]
             for request_id in ids:
                 self._one_version -= self._chunk_of.pop(request_id).one_version
             if ids:
-                engine.abort_request(ids)
+                engine.abort(ids)
 
         self._put(_Command(drop, lease=lease))
 
@@ -200,7 +192,7 @@ class EngineLoop:
             self._fail_everything()
         return command.future
 
-    def _main(self, build: Callable[[], Any], started: Future) -> None:
+    def _main(self, build: Callable[[], Engine], started: Future) -> None:
         try:
             engine = build()
         except BaseException as error:  # noqa: BLE001 (raised in the caller)
@@ -215,8 +207,10 @@ class EngineLoop:
             for command in self._waiting:
                 self._commands.put(command)
             self._fail_everything()
+        finally:
+            engine.close()
 
-    def _loop(self, engine: Any) -> None:
+    def _loop(self, engine: Engine) -> None:
         waiting = self._waiting
         while True:
             while not self._commands.empty() or self._nothing_to_do():
@@ -242,29 +236,29 @@ class EngineLoop:
             return bool(self._chunk_of or self._leases)
         return command.updates and (self._one_version > 0 or any(lease.one_version for lease in self._leases))
 
-    def _run(self, engine: Any, command: _Command) -> None:
+    def _run(self, engine: Engine, command: _Command) -> None:
         if command.run is None:
             raise RuntimeError("it was closed")
         if not command.future.set_running_or_notify_cancel():
             return
         try:
             if command.updates:
-                self._collect(self._drain(engine))
+                self._collect(engine.drain())
             command.future.set_result(command.run(engine))
         except BaseException as error:  # noqa: BLE001 (raised in the caller)
             if command.updates and self._chunk_of:
-                engine.abort_request(self._fail_running(error))
+                engine.abort(self._fail_running(error))
             command.future.set_exception(error)
 
-    def _collect(self, outputs: Sequence[Any]) -> None:
+    def _collect(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
-            chunk = self._chunk_of.pop(output.request_id, None) if output.finished else None
+            chunk = self._chunk_of.pop(output.request_id, None)
             if chunk is None:
                 continue
             self._one_version -= chunk.one_version
-            chunk.outputs[output.request_id] = output
-            if len(chunk.outputs) == len(chunk.order) and not chunk.future.done():
-                chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
+            chunk.done[output.request_id] = output.generation
+            if len(chunk.done) == len(chunk.order) and not chunk.future.done():
+                chunk.future.set_result([chunk.done[request_id] for request_id in chunk.order])
 
     def _fail_running(self, error: BaseException) -> list[str]:
         """Set `error` on the futures of all running chunks; returns the ids of their requests."""

@@ -20,10 +20,10 @@ from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.tokens.context import joined
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
-from pipeline.generation import Generation
-from pipeline.rollout import vllm
+from pipeline.generation import EngineRequest, Generation
 from pipeline.rollout.agents import Agent
 from pipeline.rollout.engine import EngineLoop, Lease
+from pipeline.rollout.seeds import seed_of
 from pipeline.sampling import Sampling
 
 
@@ -72,14 +72,13 @@ class Episodes:
             await agent.close()
         await self._endpoint.close()
 
-    async def run(self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, version: int) -> list[Episode]:
+    async def run(self, table: pa.Table, settings: list[list[Sampling]], lease: Lease) -> list[Episode]:
         """Run the episodes of a chunk; returns them prompt by prompt.
 
         Args:
             table: the prompts.
             settings: sampling settings, one list for each prompt with one entry for each episode.
             lease: lease of the engine, which keeps its weights from changing between two turns.
-            version: policy version for the tokens if the engine does not label them.
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
         tasks = []
@@ -93,8 +92,8 @@ class Episodes:
             }
             for sample, sampling in enumerate(samples):
                 name = f"{self._seed}/{uid}/{sample}"
-                game = vllm.seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
-                ask = self._policy(sampling, name, lease, version)
+                game = seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
+                ask = self._policy(sampling, name, lease)
                 tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask)))
         try:
             return await asyncio.gather(*tasks)
@@ -113,17 +112,18 @@ class Episodes:
             # A single retry with the same seeds: the zygote may have died of this very episode.
             return await episode.run(row, agent.open(row, seed, sampling), *settings, played.numbers["episode_s"])
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
-            seed = vllm.seed_of(f"{name}/{turn}") if self._seed_requests else None
-            request = vllm.turn(ids, replace(sampling, max_tokens=most), seed, self._ends)
+            drawn = self._seed_requests and sampling.temperature > 0
+            seed = seed_of(f"{name}/{turn}") if drawn else None
+            request = EngineRequest(ids, replace(sampling, max_tokens=most), seed, tuple(self._ends))
             future = self._engine.submit([request], lease=lease)
             try:
-                outputs = await asyncio.wrap_future(future)
+                (generation,) = await asyncio.wrap_future(future)
             except asyncio.CancelledError:
                 self._engine.abort(future, lease)
                 raise
-            return vllm.read(outputs[0], version)
+            return generation
 
         return ask
 

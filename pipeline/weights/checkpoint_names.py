@@ -6,7 +6,6 @@ checkpoints. Weights are published under the names in `transformers`. Scoring re
 `transformers`, load them without a conversion; engines convert them here.
 """
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +33,6 @@ def skeleton(path: str, trust_remote_code: bool) -> Any:
     found = get_model_conversion_mapping(lm, add_legacy=False)
     lm._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
     return lm
-
-
-def skeleton_beside(vllm_config: Any) -> Any:
-    """Build the `skeleton` of an engine's model in the engine's process.
-
-    For some families vLLM runs the classes of `transformers`, and patches them: to build a model they then need a vLLM
-    configuration, here one without compilation.
-    """
-    from vllm.config import CompilationMode, set_current_vllm_config
-
-    plain = copy.copy(vllm_config)
-    plain.compilation_config = copy.copy(plain.compilation_config)
-    plain.compilation_config.mode = CompilationMode.NONE
-    with set_current_vllm_config(plain):
-        return skeleton(vllm_config.model_config.model, vllm_config.model_config.trust_remote_code)
 
 
 def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":

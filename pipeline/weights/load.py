@@ -2,31 +2,24 @@
 
 Every train rank publishes its part of the weights as a few large byte buffers, the buckets (`publish.py`). The receiver
 fetches one bucket at a time from all ranks, verifies checksums, and joins whole parameters. So the extra memory is
-bounded by `trainer.weight_bucket_mb`, not by the size of the model. `register` makes this a weight transfer backend of
-vLLM, for in-process engines and tensor-parallel workers. Scoring replicas use `parameters` directly.
+bounded by `trainer.weight_bucket_mb`, not by the size of the model. `rollout/engines/vllm/transfer.py` makes this a
+weight transfer backend of vLLM. Scoring replicas use `parameters` directly.
 
 With `trainer.weight_transport=nixl` the buckets stay in the memory of train workers, and an engine reads them there
 (`direct.py`).
 """
 
-import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton_beside
 from pipeline.weights.checksum import crc
 from pipeline.weights.direct import RemoteBuffer, read
-from pipeline.weights.reload import Reload
 
 if TYPE_CHECKING:
     import torch
-
-    from pipeline.weights.confirm import Confirmation
-
-BACKEND = "ray_object_store"
 
 
 @dataclass(frozen=True)
@@ -187,88 +180,33 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
             yield done
 
 
-def confirm(worker: Any) -> "Confirmation | None":
-    """Return a vLLM worker's findings on the version that it has just loaded.
+def copy_into(targets: Mapping[str, "torch.Tensor"], shards: Sequence[Shard], timeout: float, published: str) -> None:
+    """Write the published weights of a model into tensors, in place.
 
-    None if the version was not checked, because `accept` was called for one with the same names of tensors.
+    Args:
+        targets: all tensors of the model, by their published names.
+        shards: the published weights.
+        timeout: seconds in which they must arrive.
+        published: words for the weights, for errors.
+
+    Raises:
+        TimeoutError: a bucket did not arrive in time.
+        ValueError: the weights arrived damaged, or belong to another model.
     """
-    confirmation: Confirmation | None = worker.weight_transfer_engine.confirm()
-    return confirmation
-
-
-def accept(worker: Any) -> None:
-    """Let a vLLM worker load further versions, with the same names of tensors as the last one, without checks."""
-    worker.weight_transfer_engine.accept()
-
-
-def register() -> None:
-    """Register this transport as `BACKEND` in vLLM, in this process. vLLM's plug-in entry point calls this in each of
-    its processes."""
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    from pipeline.weights.confirm import Confirmation, Watch
-
-    @dataclass
-    class Update(WeightTransferUpdateInfo):
-        shards: list[Shard] = field(default_factory=list)
-        timeout: float = 600.0
-
-    class ObjectStoreTransfer(WeightTransferEngine[WeightTransferInitInfo, Update]):
-        init_info_cls = WeightTransferInitInfo
-        update_info_cls = Update
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._reload: Reload | None = None
-            self._watch: Watch | None = None
-            self._needed: set[str] = set()
-            self._names: set[str] = set()
-            self._accepted: set[str] = set()
-            self._lm = skeleton_beside(self.vllm_config)
-
-        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-            pass
-
-        def start_weight_update(self) -> None:
-            if not self._needed:
-                # Tied parameters are one until an update fails half way.
-                self._needed.update(name for name, _ in self.model.named_parameters())
-            self._reload = self._reload or Reload(self.model, self.device.type)
-            self._reload.begin()
-
-        def receive_weights(self, update_info: Update) -> None:
-            def take(refs: list[Any]) -> list[Any]:
-                return fetch(refs, self.device, update_info.timeout)
-
-            model: Any = self.model
-            weights = as_in_checkpoint(self._lm, parameters(update_info.shards, take))
-            self._names = {piece.name for shard in update_info.shards for piece in shard.pieces}
-            self._watch = None if self._names == self._accepted else Watch(model, self._needed)
-            if self._watch is None:
-                model.load_weights(weights)
-            else:
-                self._watch.load(weights)
-
-        def finish_weight_update(self) -> None:
-            assert self._reload is not None
-            # Layers that are not filled before the end are loaded here.
-            with self._watch or contextlib.nullcontext():
-                self._reload.finish(self.model_config)
-
-        def confirm(self) -> Confirmation | None:
-            return self._watch.confirmation(self._lm, self._names) if self._watch else None
-
-        def accept(self) -> None:
-            self._watch, self._accepted = None, self._names
-
-        def shutdown(self) -> None:
-            pass
-
-    # Registered before in this process.
-    with contextlib.suppress(ValueError):
-        WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreTransfer)
+    device = next(iter(targets.values())).device
+    missing = set(targets)
+    for name, tensor in parameters(shards, lambda refs: fetch(refs, device, timeout)):
+        target = targets.get(name)
+        if target is None or target.shape != tensor.shape:
+            here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
+            raise ValueError(
+                f"{published} holds {name!r} with shape {tuple(tensor.shape)}, which this replica {here}; it must "
+                "load the model that is trained"
+            )
+        target.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"{published} lacks {len(missing)} of {len(targets)} tensors: {', '.join(sorted(missing))}; the train "
+            "workers must publish all of them"
+        )

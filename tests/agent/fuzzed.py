@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pipeline.rollout.vllm import seed_of
 
 from pipeline import rows
 from pipeline.agent import Call
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.config import Config
-from pipeline.rollout.vllm import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.oracle import CALLS, ENDS, Asked, Oracle, Wrong, per_token
-from tests.rollout.test_vllm import CALL_S, Place
+from tests.rollout.engines.place import CALL_S, Place
 
 WORLDS = Path(__file__).parent / "random_worlds.py"
 PROMPTS, SAMPLES = 16, 2

@@ -15,7 +15,7 @@ import pytest
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout.agents import Agent
-from tests.rollout.test_vllm import BLOCK, CALL_S, MAX_TOKENS, Engine, Place
+from tests.rollout.engines.place import BLOCK, CALL_S, MAX_TOKENS, Engine, Place
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -192,7 +192,7 @@ def between_turns(gate: str) -> dict[str, Any]:
         cached.append(output.num_cached_tokens or 0)
         return read(output, version)
 
-    from pipeline.rollout import vllm
+    from pipeline.rollout.engines.vllm import engine as vllm
 
     async def both() -> list[pa.Table]:
         running = asyncio.create_task(place.rollout(place.talks(first, gate=gate)))
@@ -267,7 +267,7 @@ def driven(folder: str) -> list[list[dict[str, Any]]]:
         lease = engine.lease(one_version=True)
         try:
             await episodes.start(table)
-            played = await episodes.run(table, [[greedy], [greedy]], lease, 0)
+            played = await episodes.run(table, [[greedy], [greedy]], lease)
         finally:
             engine.give_back(lease)
             await episodes.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.agent.families import FAMILIES
 from tests.agent.fuzzed import PARSED, ROUND, open_place, play
-from tests.rollout.test_vllm import Engine
+from tests.rollout.engines.place import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -366,7 +366,7 @@ def test_rows_are_the_same_when_a_host_dies(hosts: Hosts, moody: AgentConfig, ti
         engine: Any = None
         episodes = Played({None: config}, data, tokenizer, engine, 1, False, hosts, after=kill)
         await episodes.start(table)
-        found = await episodes.run(table, settings, Lease(one_version=True), 0)
+        found = await episodes.run(table, settings, Lease(one_version=True))
         await episodes.close()
         return episodes.asked, found
 

@@ -56,6 +56,6 @@ def test_done_chunks_are_left_out_and_a_restarted_actor_goes_on(
 def test_an_engine_loads_no_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     stage = make("grpo")
     monkeypatch.setattr(stage, "_policy", FixedPolicy())
-    monkeypatch.setattr(stage.fake, "collective_rpc", None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(stage.fake, "load", None)  # type: ignore[attr-defined]
     table = generate(stage, chunk("val"))
     assert len(table) == 6 and stage.engine.steps > 0

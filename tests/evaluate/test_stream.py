@@ -17,7 +17,7 @@ from pipeline.evaluate.folder import Folder
 from pipeline.evaluate.prepare import Evaluation, prepare
 from pipeline.evaluate.run import generate
 from pipeline.evaluate.settings import used
-from pipeline.rollout import vllm
+from pipeline.rollout.seeds import seed_of
 from pipeline.run.driver import sentence
 from pipeline.track.console import THROUGHPUT
 from pipeline.track.history import REWARD
@@ -79,7 +79,7 @@ def test_every_prompt_has_its_responses(whole: Evaluation) -> None:
     rows = [row for part in found.values() for row in part]
     assert [(row["uid"], row["sample"]) for row in rows] == [(f"val-{i}", s) for i in range(7) for s in range(SAMPLES)]
     for row in rows:
-        seed = vllm.seed_of(f"{whole.config.trainer.seed}/{row['uid']}/{row['sample']}")
+        seed = seed_of(f"{whole.config.trainer.seed}/{row['uid']}/{row['sample']}")
         assert row["response_ids"] == answer(row["prompt_ids"], -1, seed), "the seeds are those of a run"
         assert (row["reward_error"] is None) == (row["offset"] % 5 != 0)
 

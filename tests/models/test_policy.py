@@ -150,8 +150,8 @@ def test_sum_of_squared_probabilities(family: str, temperature: float, monkeypat
     policy = build(family)
     want = plain_distributions(policy, ROWS, temperature).double().exp().square().sum(-1)
     seen: list[int] = []
-    whole = Policy._logits
-    monkeypatch.setattr(Policy, "_logits", lambda self, h: (seen.append(len(h)), whole(self, h))[1])
+    whole = Policy.logits
+    monkeypatch.setattr(Policy, "logits", lambda self, h: (seen.append(len(h)), whole(self, h))[1])
     got = policy.sum_pi_squared(*pack(ROWS, pad=5)[:2], temperature, 4)
     assert got.dtype == torch.float32 and not got.requires_grad
     torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-4)

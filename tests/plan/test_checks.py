@@ -222,7 +222,7 @@ def test_model_folder_needs_config_and_tokenizer(tmp_path, named):
 
 
 def test_packages_that_are_not_installed(monkeypatch, named):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "vllm" else None)
     named(refusal("trainer.logger=[wandb]"), "trainer.logger wandb")
     named(refusal("trainer.weight_transport=nixl", "trainer.logger=[]"), "trainer.weight_transport=nixl")
     small = "actor.optim.name=adamw_8bit"

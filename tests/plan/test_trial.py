@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.config import Config
+from pipeline.config.engines import FACTS
 from pipeline.config.model import ModelConfig
 from pipeline.models.policy import load_policy
 from pipeline.models.reward_model import load_reward_model
@@ -205,15 +206,20 @@ def test_an_evaluation_leaves_quantised_weights_to_the_engine(config: Config, ti
 
 
 def test_an_evaluation_leaves_families_of_its_own_to_the_engine(
-    config: Config, tiny_model: Path, tmp_path: Path
+    config: Config, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = configured(copied(tiny_model, tmp_path / "own"), model_type="of_the_engine")
     tokenizer = load_tokenizer(config.model)
     config.model = replace(config.model, path=str(folder))
     (note,) = try_models(config, tokenizer, trained=False)
-    assert "cannot be loaded" in note and note.endswith("An evaluation leaves it to vLLM; it could not be trained")
+    assert "cannot be loaded" in note and note.endswith(
+        "An evaluation leaves it to the engine; it could not be trained"
+    )
     with pytest.raises(ValueError, match="cannot be loaded"):
         list(try_models(config, tokenizer))
+    monkeypatch.setitem(FACTS, "vllm", replace(FACTS["vllm"], own_models=False))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        list(try_models(config, tokenizer, trained=False))
     configured(folder, model_type="qwen3", **layers(3))
     with pytest.raises(ValueError, match="lacks 11 weights"):
         list(try_models(config, tokenizer, trained=False))

@@ -279,7 +279,7 @@ def test_each_agent_plays_the_rows_that_choose_it(config: Config, tokenizer: Any
         sampling = Sampling.of(config.rollout, config.data.max_response_length, "train")
         try:
             await episodes.start(table)
-            return await episodes.run(table, [[sampling]] * len(table), Lease(one_version=True), 0)
+            return await episodes.run(table, [[sampling]] * len(table), Lease(one_version=True))
         finally:
             await episodes.close()
 

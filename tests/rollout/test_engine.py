@@ -5,23 +5,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.generation import EngineOutput
 from pipeline.rollout.engine import EngineDead, EngineLoop
 
 WAIT = 30.0
-
-
-@dataclass
-class Output:
-    request_id: str
-    text: str
-    finished: bool
 
 
 class FakeEngine:
@@ -36,17 +29,19 @@ class FakeEngine:
         self.most = 0
         self.log: list[str] = []
         self.gate = gate
-        self.dies = False
+        self.dies = self.drains = False
+        self.drained: list[int] = []
 
-    def add_request(self, request_id: str, prompt: str, params: int) -> None:
+    def add(self, request_id: str, request: tuple[str, int]) -> None:
+        prompt, steps = request
         if prompt == "bad":
             raise ValueError("prompt is bad")
         assert request_id not in self.running
-        self.running[request_id] = [prompt, params, self.version]
+        self.running[request_id] = [prompt, steps, self.version]
         self.most = max(self.most, len(self.running))
         self.log.append(f"add {prompt}")
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[EngineOutput]:
         assert self.running, "a step without requests"
         if self.gate is not None:
             assert self.gate.acquire(timeout=WAIT)
@@ -55,17 +50,24 @@ class FakeEngine:
         outputs = []
         for request_id, request in reversed(list(self.running.items())):
             request[1] -= 1
-            finished = request[1] <= 0
-            text = f"{request[0]} v{request[2]}-{self.version}"
-            outputs.append(Output(request_id, text, finished))
-            if finished:
+            if request[1] <= 0:
+                text: Any = f"{request[0]} v{request[2]}-{self.version}"
+                outputs.append(EngineOutput(request_id, text))
                 del self.running[request_id]
         return outputs
 
-    def abort_request(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             del self.running[request_id]
         self.log.append("abort")
+
+    def drain(self) -> list[EngineOutput]:
+        """Takes one step if requests run."""
+        self.drained.append(self.version)
+        return self.step() if self.drains and self.running else []
+
+    def close(self) -> None:
+        self.log.append("close")
 
     def change(self, version: int) -> int:
         """New weights for requests that run, too."""
@@ -114,7 +116,8 @@ def gated() -> Iterator[Loop]:
 
 
 def texts(future: Future) -> list[str]:
-    return [output.text for output in future.result(WAIT)]
+    found: list[str] = future.result(WAIT)
+    return found
 
 
 @settings(max_examples=40)
@@ -225,6 +228,8 @@ def test_a_dead_engine_fails_every_waiter_and_every_later_call(gated: Loop) -> N
         with pytest.raises(EngineDead, match="the rollout engine died: RuntimeError: out of memory") as error:
             future.result(WAIT)
         assert isinstance(error.value.__cause__, RuntimeError)
+    gated.loop._thread.join(WAIT)
+    assert gated.engine.log[-1] == "close", "no process of it is left"
     for later in (gated.loop.submit([("d", 1)]), gated.loop.call(lambda engine: 1), gated.loop.call(len, True)):
         with pytest.raises(EngineDead, match="out of memory"):
             later.result(WAIT)
@@ -248,7 +253,12 @@ def test_an_engine_that_fails_to_start() -> None:
 def test_the_engine_is_built_and_used_in_one_thread(free: Loop) -> None:
     threads = [free.loop.call(lambda engine: threading.current_thread().name).result(WAIT) for _ in range(2)]
     built = []
-    loop = EngineLoop(lambda: built.append(threading.get_ident()), WAIT)
+
+    def build() -> FakeEngine:
+        built.append(threading.get_ident())
+        return FakeEngine()
+
+    loop = EngineLoop(build, WAIT)
     used = loop.call(lambda engine: threading.get_ident()).result(WAIT)
     loop.close()
     assert threads == ["engine"] * 2
@@ -263,7 +273,7 @@ def test_close_ends_the_thread_and_leaves_nobody_waiting() -> None:
     closing.start()
     made.gate.release(50)
     closing.join(WAIT)
-    assert not made.loop._thread.is_alive()
+    assert not made.loop._thread.is_alive() and made.engine.log[-1] == "close"
     with pytest.raises(EngineDead, match="it was closed"):
         running.result(WAIT)
     with pytest.raises(EngineDead, match="it was closed"):
@@ -320,13 +330,9 @@ def test_an_update_waits_for_chunks_of_one_version_and_so_do_those_behind_it(gat
 
 def test_steps_that_were_begun_ahead_end_before_the_update() -> None:
     """What a GPU engine computes ahead belongs to the weights from before."""
-    engine, settled = FakeEngine(), []
-
-    def settle(own: FakeEngine) -> list[Output]:
-        settled.append(own.version)
-        return own.step() if own.running else []
-
-    loop = EngineLoop(lambda: engine, WAIT, settle)
+    engine = FakeEngine()
+    engine.drains = True
+    loop = EngineLoop(lambda: engine, WAIT)
 
     def together(own: FakeEngine) -> tuple[Future, Future]:
         return loop.submit([("a", 1), ("b", 2)]), loop.update(lambda other: other.change(1))
@@ -334,7 +340,7 @@ def test_steps_that_were_begun_ahead_end_before_the_update() -> None:
     chunk, update = loop.call(together).result(WAIT)
     assert update.result(WAIT) == 1
     assert texts(chunk) == ["a v0-0", "b v0-1"], "a ended in the step that had been begun"
-    assert settled == [0]
+    assert engine.drained == [0]
     loop.close()
 
 

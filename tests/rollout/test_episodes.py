@@ -13,11 +13,12 @@ from pipeline.agent.episode import Episode
 from pipeline.agent.tokens.context import Context
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
-from pipeline.generation import Generation
+from pipeline.generation import EngineRequest, Generation
 from pipeline.models.batch import TokenBatch
 from pipeline.rollout.agents import Agent
 from pipeline.rollout.engine import Lease
 from pipeline.rollout.episodes import Episodes, generations, with_episodes
+from pipeline.rollout.seeds import seed_of
 from pipeline.rows import INTS, flat
 from pipeline.sampling import Sampling
 
@@ -83,7 +84,7 @@ def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.
         sampling = Sampling(1.0, 1.0, -1, 0, 1, ())
         agents = {None: AgentConfig(max_episodes=2), "other": AgentConfig(max_episodes=3)}
         episodes = Episodes(agents, DataConfig(), None, engine, 0, seed_requests=True)
-        return await episodes.run(table, [[sampling] * 5] * 2, Lease(True), 0)
+        return await episodes.run(table, [[sampling] * 5] * 2, Lease(True))
 
     monkeypatch.setattr("pipeline.rollout.episodes.episode.run", play)
     monkeypatch.setattr(Agent, "start", start)
@@ -95,27 +96,27 @@ def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.
     assert most == {"two": 2, "three": 3}
 
 
-def test_answers_of_episodes_stop_at_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_episodes_stop_at_all_ends() -> None:
     """A turn may end with a token that no file of the model names; it belongs to the answer, as the engine gave it."""
-    asked: list[tuple[int, ...]] = []
-
-    def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: tuple[int, ...]) -> None:
-        asked.append(ends)
+    asked: list[EngineRequest] = []
+    made = Generation(np.array([5, 7], np.int32), np.zeros(2, np.float32), "stop", ((0, 2),))
 
     class Engine:
-        def submit(self, requests: list[Any], lease: Lease) -> Future:
+        def submit(self, requests: list[EngineRequest], lease: Lease) -> Future:
+            asked.extend(requests)
             done: Future = Future()
-            done.set_result([None])
+            done.set_result([made])
             return done
 
-    async def go() -> Generation:
+    async def go() -> None:
         engine: Any = Engine()
         episodes = Episodes({None: AgentConfig()}, DataConfig(), None, engine, 0, seed_requests=True, ends=(3, 7))
-        return await episodes._policy(Sampling(1.0, 1.0, -1, 0, 9, ()), "name", Lease(True), 0)([1, 2], 4, 0)
+        sampled = Sampling(1.0, 1.0, -1, 0, 9, ())
+        for number, sampling in enumerate((sampled, sampled.greedy())):
+            context.add_answer(await episodes._policy(sampling, "name", Lease(True))([1, 2], 4, number))
 
-    made = Generation(np.array([5, 7], np.int32), np.zeros(2, np.float32), "stop", ((0, 2),))
-    monkeypatch.setattr("pipeline.rollout.episodes.vllm.turn", turn)
-    monkeypatch.setattr("pipeline.rollout.episodes.vllm.read", lambda output, version: made)
     context = Context([1, 2], [])
-    context.add_answer(asyncio.run(go()))
-    assert asked == [(3, 7)] and context.ids == [5, 7] and context.mask == [1, 1]
+    asyncio.run(go())
+    assert {request.ends for request in asked} == {(3, 7)} and {request.sampling.max_tokens for request in asked} == {4}
+    assert [request.seed for request in asked] == [seed_of("name/0"), None], "greedy turns need none"
+    assert context.ids == [5, 7] * 2 and context.mask == [1] * 4

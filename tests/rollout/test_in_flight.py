@@ -3,17 +3,17 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from pipeline import rows
-from pipeline.rollout import vllm
+from pipeline.generation import EngineOutput, EngineRequest
+from pipeline.rollout import engines
 from pipeline.rollout.stage import Rollout
 from pipeline.store.versions import Ticket
-from tests.rollout.test_stage import FakeEngine, Make, chunk, make  # noqa: F401 (a fixture)
+from tests.rollout.test_stage import FakeEngine, Make, chunk, generated, make  # noqa: F401 (a fixture)
 
 
 class Slow(FakeEngine):
@@ -22,38 +22,36 @@ class Slow(FakeEngine):
     def __init__(self, permits: threading.Semaphore) -> None:
         super().__init__()
         self.permits = permits
-        self.resets: list[bool] = []
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
+        self.recomputed: list[bool] = []
+        self.broken = False
+        self.aborted: list[str] = []
         self._tokens: dict[str, tuple[int, list[int]]] = {}
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        self.asked.append((prompt, params))
-        self._tokens[request_id] = prompt["prompt_token_ids"][0], []
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        self.asked.append(request)
+        self._tokens[request_id] = request.prompt_ids[0], []
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[EngineOutput]:
         assert self.permits.acquire(timeout=30.0)
         done = []
         for request_id, (length, tokens) in list(self._tokens.items()):
-            tokens.append(int(self.version))
+            tokens.append(self.version)
             if len(tokens) == length:
                 del self._tokens[request_id]
-                done.append(self._output(request_id, tokens))
+                done.append(EngineOutput(request_id, generated(tokens, tokens)))
         return done
 
-    def _output(self, request_id: str, tokens: list[int]) -> SimpleNamespace:
-        starts = [place for place in range(len(tokens)) if place == 0 or tokens[place] != tokens[place - 1]]
-        spans = [
-            SimpleNamespace(version=str(tokens[start]), start=start, end=end)
-            for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
-        ]
-        log_probs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
-        completion = SimpleNamespace(
-            token_ids=tokens, logprobs=log_probs, finish_reason="length", weight_versions=spans
-        )
-        return SimpleNamespace(request_id=request_id, finished=True, outputs=[completion])
+    def drain(self) -> list[EngineOutput]:
+        return []
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        self.resets.append(reset_running_requests)
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    def update(self, shards: list[Any], timeout: float, version: int, recompute: bool) -> None:
+        if self.broken:
+            raise ValueError("weights bucket 1 of train rank 0 arrived damaged")
+        self.load(shards, timeout, version)
+        self.recomputed.append(recompute)
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
             assert hasattr(first._rollout, name)
             setattr(first._rollout, name, value)
         engine = Slow(threading.Semaphore(0))
-        monkeypatch.setattr(vllm, "build", lambda *args: engine)
+        monkeypatch.setattr(engines, "build", lambda *args: engine)
         rebuilt = Rollout(*first.args)  # type: ignore[attr-defined]
         rebuilt.fake = engine  # type: ignore[attr-defined]
         return rebuilt
@@ -105,9 +103,9 @@ async def overlapping(stage: Rollout, first: pa.Table, second: pa.Table, steps: 
 TWO = (Ticket(4, []), Ticket(5, []))
 
 
-@pytest.mark.parametrize(("update_kv", "resets"), [("recompute", [True, True]), ("keep", [])])
+@pytest.mark.parametrize(("update_kv", "recompute"), [("recompute", True), ("keep", False)])
 def test_running_responses_go_on_with_new_weights(
-    slow: Callable[..., Rollout], update_kv: str, resets: list[bool]
+    slow: Callable[..., Rollout], update_kv: str, recompute: bool
 ) -> None:
     stage = slow(*TWO, weight_update="in_flight", update_kv=update_kv)
     old, new = asyncio.run(overlapping(stage, of_lengths(2, 9), of_lengths(3), 2))
@@ -122,15 +120,14 @@ def test_running_responses_go_on_with_new_weights(
     assert old["policy_version"].to_pylist() == [4, 4] and new["policy_version"].to_pylist() == [5]
     for table in (old, new):
         assert rows.token_versions(table).tolist() == table["response_ids"].combine_chunks().flatten().to_pylist()
-    assert [prompt["cache_salt"] for prompt, _ in stage.fake.asked] == ["v4", "v4", "v5"]
-    assert stage.fake.resets == resets
+    assert stage.fake.recomputed == [recompute] * 2
 
 
 def test_between_chunks_new_weights_wait(slow: Callable[..., Rollout]) -> None:
     stage = slow(*TWO)
     old, new = asyncio.run(overlapping(stage, of_lengths(2, 9), of_lengths(3), 2))
     assert old["version_runs"].to_pylist() == [[{"version": 4, "tokens": 2}], [{"version": 4, "tokens": 9}]]
-    assert new["policy_version"].to_pylist() == [5] and stage.fake.resets == []
+    assert new["policy_version"].to_pylist() == [5] and stage.fake.recomputed == []
 
 
 def test_a_validation_is_of_one_version(slow: Callable[..., Rollout]) -> None:
@@ -142,9 +139,6 @@ def test_a_validation_is_of_one_version(slow: Callable[..., Rollout]) -> None:
 
 def test_weights_that_do_not_arrive_in_flight_fail_the_running_rows_too(slow: Callable[..., Rollout]) -> None:
     stage = slow(*TWO, Ticket(5, []), weight_update="in_flight")
-    stage.fake.aborted = []
-    stage.fake.abort_request = stage.fake.aborted.extend
-    whole = stage.fake.collective_rpc
 
     async def one_after_the_other() -> None:
         running = asyncio.ensure_future(stage(of_lengths(9)))
@@ -152,10 +146,7 @@ def test_weights_that_do_not_arrive_in_flight_fail_the_running_rows_too(slow: Ca
         while stage.engine.steps < 2:
             await asyncio.sleep(0.001)
 
-        def broken(method: str, kwargs: Any = None) -> None:
-            raise ValueError("weights bucket 1 of train rank 0 arrived damaged")
-
-        stage.fake.collective_rpc = broken
+        stage.fake.broken = True
         behind = asyncio.ensure_future(stage(of_lengths(3)))
         await heard(stage)
         stage.fake.permits.release(1)
@@ -166,7 +157,7 @@ def test_weights_that_do_not_arrive_in_flight_fail_the_running_rows_too(slow: Ca
         assert stage.fake.aborted == ["0"]
         # The next chunk loads the version again, whatever is left of it in the engine.
         stage.fake._tokens.clear()
-        stage.fake.collective_rpc = whole
+        stage.fake.broken = False
         stage.fake.permits.release(1000)
         table = await asyncio.wait_for(stage(of_lengths(3)), 30.0)
         assert table["policy_version"].to_pylist() == [5]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rollout.engine import EngineLoop, Lease
-from tests.rollout.test_engine import WAIT, FakeEngine, Loop, free, gated, texts
+from tests.rollout.test_engine import WAIT, Loop, free, gated, texts
 
 __all__ = ["free", "gated"]
 
@@ -94,16 +94,6 @@ def test_an_aborted_turn_is_dropped_and_holds_nothing_up(gated: Loop) -> None:
     assert texts(kept) == ["kept v0-0"]
     assert load.result(WAIT) == 1
     assert not dropped.done() and "abort" in gated.engine.log
-
-
-def test_a_prompt_is_prepared_right_before_it_is_added() -> None:
-    engine = FakeEngine()
-    prepared: list[tuple[int, str]] = []
-    loop = EngineLoop(lambda: engine, WAIT, prepare=lambda own, prompt: prepared.append((own.version, prompt)))
-    loop.call(lambda own: own.load(1), when_idle=True)
-    texts(loop.submit([("a", 1)]))
-    assert prepared == [(1, "a")]
-    loop.close()
 
 
 @settings(max_examples=15)

@@ -9,52 +9,48 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.model import ModelConfig
 from pipeline.errors import FinalError
+from pipeline.generation import EngineOutput, EngineRequest
+from pipeline.rollout import engines
 from pipeline.rollout import stage as stage_module
-from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout
 from pipeline.store.versions import Ticket
 from tests.rollout.test_stage import FakeEngine, Make, chunk, generate, make  # noqa: F401 (a fixture)
 
-LOAD = ["start_weight_update", "update_weights", "finish_weight_update"]
-WAKE = ["wake ['weights']", *LOAD, "wake ['kv_cache']"]
-
 
 class Recording(FakeEngine):
-    """Knows whether it is awake and holds weights, and refuses what vLLM could not do."""
+    """Knows whether it is awake and holds weights, and refuses what a real one could not do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.asleep: set[str] = set()
-        self.weights, self.dies = False, ""
+        self.asleep = self.weights = False
+        self.dies = ""
 
-    def sleep(self, level: int) -> None:
+    def sleep(self) -> None:
         assert not self._running and not self.asleep
-        self.log.append(f"sleep {level}")
-        self.asleep, self.weights = {"weights", "kv_cache"}, False
+        self.log.append("sleep")
+        self.asleep, self.weights = True, False
 
-    def wake_up(self, tags: list[str]) -> None:
-        assert set(tags) <= self.asleep
-        self.log.append(f"wake {tags}")
-        self.asleep -= set(tags)
+    def wake(self, shards: list[Any], timeout: float, version: int) -> None:
+        assert self.asleep
+        self.log.append("wake")
+        self.asleep, self.weights, self.version = False, True, version
 
-    def collective_rpc(self, method: Any, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        assert "weights" not in self.asleep
-        if not isinstance(method, str):  # whether a version has new names, which none of these has
-            return []
+    def load(self, shards: list[Any], timeout: float, version: int) -> None:
+        assert not self.asleep
         if self.dies == "load":
             raise MemoryError("no room for the weights")
-        self.log.append(method)
-        self.weights = self.weights or method == "finish_weight_update"
-        return []
+        if self.dies == "divide":
+            raise ZeroDivisionError
+        self.log.append("load")
+        self.weights, self.version = True, version
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+    def add(self, request_id: str, request: EngineRequest) -> None:
         assert not self.asleep and self.weights
-        super().add_request(request_id, prompt, params)
+        super().add(request_id, request)
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[EngineOutput]:
         if self.dies == "step":
             raise RuntimeError("CUDA error: an illegal memory access")
         self.log.append("step")
@@ -65,13 +61,11 @@ class Recording(FakeEngine):
 def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:  # noqa: F811
     """A stage with `rollout.sleep` whose engine records; it is at `.fake`."""
 
-    def made(*tickets: Ticket, sleep: bool = True, weight_sync: str = "merged") -> Rollout:
+    def made(*tickets: Ticket, sleep: bool = True) -> Rollout:
         made_stage = make("grpo", *tickets)
         made_stage._rollout.sleep = sleep
-        (model,) = (part for part in made_stage.args if isinstance(part, ModelConfig))  # type: ignore[attr-defined]
-        model.lora.rank, model.lora.weight_sync = 4, weight_sync
         engine = Recording()
-        monkeypatch.setattr(vllm, "build", lambda *args: engine)
+        monkeypatch.setattr(engines, "build", lambda *args: engine)
         rebuilt = Rollout(*made_stage.args)  # type: ignore[attr-defined]
         rebuilt.fake = engine  # type: ignore[attr-defined]
         return rebuilt
@@ -81,17 +75,13 @@ def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout
 
 def test_an_engine_sleeps_from_its_start_and_whenever_it_returns_its_last_chunk(sleepy: Callable[..., Rollout]) -> None:
     stage = sleepy(Ticket(0, []), Ticket(1, []))
-    assert stage.fake.log == ["sleep 2"], "before any chunk came"
+    assert stage.fake.log == ["sleep"], "before any chunk came"
     versions = []
     for _ in range(2):
         stage.fake.log.clear()
         versions += generate(stage, chunk())["policy_version"].to_pylist()
-        assert stage.fake.log == [*WAKE, "step", "sleep 2"] and stage.fake.asleep, "it sleeps when the rows come"
+        assert stage.fake.log == ["wake", "step", "sleep"] and stage.fake.asleep, "it sleeps when the rows come"
     assert versions == [0] * 6 + [1] * 6
-
-
-def test_a_base_that_is_not_sent_again_is_kept_on_the_host(sleepy: Callable[..., Rollout]) -> None:
-    assert sleepy(Ticket(0, []), weight_sync="adapter").fake.log == ["sleep 1"]
 
 
 def test_a_further_chunk_of_the_same_version_finds_its_weights_again(sleepy: Callable[..., Rollout]) -> None:
@@ -99,7 +89,7 @@ def test_a_further_chunk_of_the_same_version_finds_its_weights_again(sleepy: Cal
     generate(stage, chunk("val"))
     stage.fake.log.clear()
     assert set(generate(stage, chunk())["policy_version"].to_pylist()) == {3}
-    assert stage.fake.log == [*WAKE, "step", "sleep 2"]
+    assert stage.fake.log == ["wake", "step", "sleep"]
 
 
 def test_chunks_together_wake_it_once_and_the_last_one_lets_it_sleep(sleepy: Callable[..., Rollout]) -> None:
@@ -116,7 +106,7 @@ def test_chunks_together_wake_it_once_and_the_last_one_lets_it_sleep(sleepy: Cal
 
     asyncio.run(all_of_them())
     told = [what for what in stage.fake.log if what != "step"]
-    assert told == [*WAKE, "sleep 2"]
+    assert told == ["wake", "sleep"]
     assert awake_at_return[-1] is False
 
 
@@ -141,14 +131,14 @@ def test_a_chunk_that_waits_for_its_version_keeps_nobody_awake(sleepy: Callable[
         await asyncio.wait_for(asyncio.gather(*ahead), 30.0)
 
     asyncio.run(iterate())
-    assert stage.fake.log == ["sleep 2", *WAKE, "step", "sleep 2", *WAKE, "step", "sleep 2"]
+    assert stage.fake.log == ["sleep", "wake", "step", "sleep", "wake", "step", "sleep"]
 
 
 def test_without_the_setting_nobody_sleeps(sleepy: Callable[..., Rollout]) -> None:
     stage = sleepy(Ticket(0, []), Ticket(0, []), sleep=False)
     for _ in range(2):
         generate(stage, chunk())
-    assert stage.fake.log == [*LOAD, "step", "step"]
+    assert stage.fake.log == ["load", "step", "step"]
 
 
 class Ended(BaseException):
@@ -182,8 +172,8 @@ def test_a_dead_engine_is_started_again_unless_that_was_of_no_use(
         generate(stage, chunk())
 
 
-def test_an_error_of_another_kind_is_an_error(sleepy: Callable[..., Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_kind_is_an_error(sleepy: Callable[..., Rollout]) -> None:
     stage = sleepy(Ticket(0, []), sleep=False)
-    monkeypatch.setattr(stage.fake, "collective_rpc", lambda *args, **kwargs: 1 / 0)
+    stage.fake.dies = "divide"
     with pytest.raises(ZeroDivisionError):
         generate(stage, chunk())

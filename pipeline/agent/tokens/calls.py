@@ -7,6 +7,7 @@ and the model reads the reason. No text that a model writes makes this module ra
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 import re
@@ -86,6 +87,12 @@ class AnswerParser:
         parser = parser if tools else "none"
         if parser == "none" and reasoning_parser == "none":
             return reader
+        if importlib.util.find_spec("vllm") is None:
+            what = f"agent.parser={parser}" if parser != "none" else f"agent.reasoning_parser={reasoning_parser}"
+            raise ValueError(
+                f"{what}: the turns are read by vLLM's parsers, whatever the engine, and vLLM is not installed here; "
+                "install it, or set agent.parser and agent.reasoning_parser to none"
+            )
         for name in LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if reasoning_parser != "none":

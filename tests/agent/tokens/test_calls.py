@@ -50,6 +50,15 @@ def test_auto_takes_the_parser_of_the_template(hermes: AnswerParser) -> None:
     assert reader("instruct").parser == "mistral"
 
 
+def test_without_vllm_its_parsers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="agent.parser=auto: .* vLLM is not installed here"):
+        reader("chatml")
+    with pytest.raises(ValueError, match="agent.reasoning_parser=qwen3: .* vLLM is not installed here"):
+        reader("chatml", parser="none", reasoning="qwen3")
+    assert reader("chatml", parser="none").parser == "none"
+
+
 def test_a_call_is_read_and_what_stands_around_it_is_kept(hermes: AnswerParser) -> None:
     text = "Let me see.\n" + call("calc", '{"expression": "1 + é", "digits": 3}')
     for end in ("", "<|im_end|>"):

@@ -169,6 +169,10 @@ trainer.critic_warmup=10 -> critic.warmup=9
 algorithm.adv_estimator=grpo trainer.critic_warmup=10 -> critic.warmup=null
 data.train_batch_size=96 A.ppo_mini_batch_size=36 -> actor.ppo_mini_batch_size=32
 data.max_response_length=512 R.response_length=1024 -> data.max_response_length=1024
+R.name=hf -> rollout.name=hf
+R.name=sglang -> rollout.name=null
+actor_rollout_ref.model.lora_rank=8 R.name=vllm -> model.lora.weight_sync=adapter
+actor_rollout_ref.model.lora_rank=8 R.name=hf -> model.lora.weight_sync=null rollout.name=hf
 R.enable_chunked_prefill=False -> rollout.engine_kwargs={enable_chunked_prefill:false}
 A.ppo_micro_batch_size_per_gpu=4 data.max_response_length=1024 -> actor.T=6144
 critic.ppo_micro_batch_size_per_gpu=8 -> critic.T=8192 scoring.value.max_token_len=8192

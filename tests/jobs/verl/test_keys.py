@@ -70,7 +70,7 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
         (f"{ROLLOUT}.multi_turn.enable", "did you mean agent.tools or agent.environment?"),
         ("trainer.nnodes", "did you mean trainer.num_workers, rollout.num_engines"),
         ("actor_rollout_ref.model.lora_rank", "did you mean model.lora.rank?"),
-        (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
+        (f"{ROLLOUT}.name", "did you mean rollout.name?"),
         (f"{ROLLOUT}.megatron.x", "; of such keys in verl: training uses FSDP2"),
         ("model.lora.rnk", "the key model.lora.rnk does not exist; did you mean model.lora.rank?"),
         ("model.lora.r", "the key model.lora.r does not exist; the keys of model.lora are rank"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import FinalError
-from tests.rollout import test_vllm
-from tests.rollout.test_vllm import Engine, Place, in_flight, updates
+from tests.rollout.engines import place as places
+from tests.rollout.engines.place import Engine, Place, in_flight, updates
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -63,7 +63,7 @@ def biases(module: Any) -> dict[str, Any]:
 
 def unread_bias() -> tuple[str, float]:
     """What the engine says if its loader skips the biases of routers, and the gap once it has read all."""
-    place = test_vllm.place
+    place = places.place
 
     def skip(worker: Any) -> None:
         worker.weight_transfer_engine._accepted = set()
@@ -76,7 +76,7 @@ def unread_bias() -> tuple[str, float]:
         del worker.model_runner.model.load_weights
 
     def on_workers(run: Any) -> None:
-        place.rollout.engine.call(lambda engine: engine.collective_rpc(run), when_idle=True).result()
+        place.rollout.engine.call(lambda engine: engine.llm.collective_rpc(run), when_idle=True).result()
 
     on_workers(skip)
     try:
@@ -97,12 +97,12 @@ def open_place(kind: str, folder: str) -> int:
     for model in (mixtral.MixtralForCausalLM, qwen3_moe.Qwen3MoeForCausalLM, glm4_moe.Glm4MoeForCausalLM):
         ModelRegistry.register_model(model.__name__, model)
     Experts.kind = kind
-    test_vllm.place = Experts(True, folder)
+    places.place = Experts(True, folder)
     return os.getpid()
 
 
 def published_names() -> list[str]:
-    place = test_vllm.place
+    place = places.place
     return sorted({piece.name for shard in place.versions.shards[0] for piece in shard.pieces})
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import FinalError
+from pipeline.rollout.engines.vllm.confirm import Confirmation, Watch, check
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
-from pipeline.weights.confirm import Confirmation, Watch, check
 from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
 

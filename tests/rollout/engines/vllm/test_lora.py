@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from tests.rollout import test_vllm
-from tests.rollout.test_vllm import Engine, Place, in_flight, repeated, updates
+from tests.rollout.engines import place as places
+from tests.rollout.engines.place import Engine, Place, in_flight, repeated, updates
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -60,13 +60,13 @@ class Adapted(Place):
 
 
 def open_place(publish: str, folder: str) -> int:
-    test_vllm.place = Adapted(True, folder, partial(with_lora, publish))
+    places.place = Adapted(True, folder, partial(with_lora, publish))
     return os.getpid()
 
 
 def published_bytes() -> tuple[int, int]:
     """Of the newest version, and of the whole model."""
-    place = test_vllm.place
+    place = places.place
     whole = sum(parameter.numel() for name, parameter in place.policy.named_parameters() if ".lora_" not in name)
     shards = place.versions.shards[max(place.versions.shards)]
     return sum(len(bucket) for shard in shards for bucket in shard.buckets), 4 * whole
@@ -74,7 +74,7 @@ def published_bytes() -> tuple[int, int]:
 
 def refused() -> str:
     """What an engine says to an adapter of more rows than it was started for."""
-    place = test_vllm.place
+    place = places.place
     version = place.step()
     for shard in place.versions.shards[version]:
         object.__setattr__(shard, "adapter", {**(shard.adapter or {}), "r": 64})
@@ -91,7 +91,7 @@ def misplaced() -> str:
 
     from pipeline.weights.publish import named, pack
 
-    place = test_vllm.place
+    place = places.place
     version = place.step()
     layer = "model.layers.7.self_attn.q_proj.lora_"
     more = [(f"{layer}A.default.weight", torch.ones(6, 64)), (f"{layer}B.default.weight", torch.ones(64, 6))]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.family_forms import build
-from tests.rollout import test_vllm
-from tests.rollout.test_vllm import Engine, Place, updates
+from tests.rollout.engines import place as places
+from tests.rollout.engines.place import Engine, Place, updates
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -26,7 +26,7 @@ def open_place(folder: str) -> int:
 
     # A class that vLLM knows by its name alone is looked at in one more process, which takes ten seconds to begin.
     ModelRegistry.register_model(GraniteMoeHybridForCausalLM.__name__, GraniteMoeHybridForCausalLM)
-    test_vllm.place = Recurrent(True, folder)
+    places.place = Recurrent(True, folder)
     return os.getpid()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline import stream
 from pipeline.config import Config
-from pipeline.rollout import tensor_parallel
+from pipeline.rollout.engines.vllm import tensor_parallel
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""Facts about the rollout engines (`rollout.name`), readable without building one.
+
+The checks of a run read them, and refuse by name each setting that the chosen engine cannot do.
+`tests/rollout/engines/` has a case for each fact that is claimed.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Abilities of one engine."""
+
+    package: str | None
+    """Name under which the engine's own package is imported; None if it needs no package of its own."""
+    seeds: bool
+    """A request may have its own seed, and its response then does not depend on the other requests."""
+    truncated_log_probs: bool
+    """With top-p and top-k, log-probs are renormalised over the tokens that are left."""
+    sleep: bool
+    """The engine can free its GPU memory while it is idle."""
+    adapters: bool
+    """The engine can load an adapter without the base model."""
+    tensor_parallel: bool
+    """The engine can split a model over several GPUs."""
+    quantised: bool
+    """The engine can read models with quantised weights."""
+    own_models: bool
+    """The engine has code of its own for models, also of families that `transformers` cannot load."""
+    arguments: tuple[str, ...] | None
+    """Names allowed in `rollout.engine_kwargs`; None for the fields of vLLM's `EngineArgs`."""
+    built: bool = True
+    """False if this version does not have the engine."""
+
+
+FACTS = {
+    "vllm": EngineFacts(
+        package="vllm",
+        seeds=True,
+        truncated_log_probs=True,
+        sleep=True,
+        adapters=True,
+        tensor_parallel=True,
+        quantised=True,
+        own_models=True,
+        arguments=None,
+    ),
+    "hf": EngineFacts(
+        package=None,
+        seeds=True,
+        truncated_log_probs=True,
+        sleep=False,
+        adapters=False,
+        tensor_parallel=False,
+        quantised=False,
+        own_models=False,
+        arguments=("use_cache",),
+    ),
+    "sglang": EngineFacts(
+        package=None,
+        seeds=False,
+        truncated_log_probs=False,
+        sleep=True,
+        adapters=False,
+        tensor_parallel=True,
+        quantised=False,
+        own_models=True,
+        arguments=(),
+        built=False,
+    ),
+}
+"""The facts by name of the engine."""

@@ -1,0 +1,208 @@
+"""vLLM as the engine: construction, weights, requests and outputs."""
+
+import copy
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
+from pipeline.generation import EngineOutput, EngineRequest, Generation
+from pipeline.models.architecture import longer_positions
+from pipeline.models.weight_files import alone, read_config
+from pipeline.rollout.engines.vllm import lora
+from pipeline.rollout.engines.vllm.tensor_parallel import engine_args
+from pipeline.rollout.engines.vllm.transfer import BACKEND, accept, confirm, register
+from pipeline.sampling import Sampling
+from pipeline.upstream.vllm import steps_begun
+from pipeline.weights.load import Shard
+
+
+class VLLM:
+    """vLLM's `LLMEngine` in this process, with the protocol `Engine`.
+
+    The loop steps the engine itself, and weights reach it without another process in between.
+    """
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> None:
+        self.llm = build(model, rollout, max_model_len, seed)
+        self._keeps_base = model.lora.alone
+        self._version = -1
+
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        """Add a request. Its cache salt is the version, so that no version reads KV of another."""
+        own = copy.copy(params(request.sampling, request.ends, request.ignore_eos))
+        own.seed = request.seed
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
+        self.llm.add_request(request_id, prompt, own)
+
+    def step(self) -> list[EngineOutput]:
+        """Take one step."""
+        return self._read(self.llm.step())
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests."""
+        self.llm.abort_request(request_ids)
+
+    def drain(self) -> list[EngineOutput]:
+        """Finish the steps that the engine has begun ahead: a GPU engine computes one step ahead."""
+        begun = steps_begun(self.llm)
+        if not begun:
+            return []
+        from vllm.v1.core.sched.interface import PauseState
+
+        outputs: list[Any] = []
+        scheduler = self.llm.engine_core.engine_core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while begun:
+                outputs += self.llm.step()
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        return self._read(outputs)
+
+    def load(self, shards: Sequence[Shard], timeout: float, version: int) -> None:
+        """Replace the weights, or the adapter, in place; see `Engine.load`."""
+        llm = self.llm
+        if any(shard.adapter for shard in shards):
+            lora.load(llm, shards, timeout)
+        else:
+            llm.collective_rpc("start_weight_update")
+            llm.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
+            llm.collective_rpc("finish_weight_update")
+            self._confirm()
+        llm.set_weight_version(str(version))
+        self._version = version
+
+    def update(self, shards: Sequence[Shard], timeout: float, version: int, recompute: bool) -> None:
+        """Replace the weights while requests run; see `Engine.update`.
+
+        Later requests have another cache salt, and so never read KV of old weights.
+        """
+        self.load(shards, timeout, version)
+        if recompute:
+            # By default vLLM resets nothing while requests run, and only logs it.
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and KV cache; a base that is not sent again stays in host memory."""
+        # Level 1 copies the weights to the host; if the next ones replace them, that is of no use.
+        self.llm.sleep(level=1 if self._keeps_base else 2)
+
+    def wake(self, shards: Sequence[Shard], timeout: float, version: int) -> None:
+        """Allocate the GPU memory again, and load weights into it."""
+        self.llm.wake_up(tags=["weights"])
+        self.load(shards, timeout, version)
+        # The KV cache comes last: while weights arrive they need room twice.
+        self.llm.wake_up(tags=["kv_cache"])
+
+    def close(self) -> None:
+        """Do nothing: the engine ends with its process."""
+
+    def _confirm(self) -> None:
+        """Check the version that was loaded (`engines/vllm/confirm.py`)."""
+        from pipeline.rollout.engines.vllm.confirm import check
+
+        found = [confirmation for confirmation in self.llm.collective_rpc(confirm) if confirmation is not None]
+        if found:
+            check(found, f"{self.llm.model_config.hf_config.model_type} ({self.llm.model_config.model})")
+            self.llm.collective_rpc(accept)
+
+    def _read(self, outputs: Sequence[Any]) -> list[EngineOutput]:
+        return [EngineOutput(output.request_id, read(output, self._version)) for output in outputs if output.finished]
+
+
+def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
+    """Build an in-process `LLMEngine` that returns log-probs of the distribution from which it samples.
+
+    Weights are read from the disk if the run has only adapters to send.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(rollout.cpu_kvcache_space_gb))
+    from vllm import EngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    register()
+    args: dict[str, Any] = {
+        "tokenizer": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": rollout.dtype,
+        "load_format": "dummy",
+        # By default vLLM prefers files in Mistral's own form to the files that the trainer reads.
+        "config_format": "hf",
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        "disable_log_stats": True,
+        # vLLM rewinds the generator of a request whose prompt takes two steps, which CPU generators refuse.
+        "enable_chunked_prefill": rollout.num_gpus > 0,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "enable_sleep_mode": rollout.sleep,
+        # On CPUs vLLM's blocks have 128 tokens, and a shorter prefix is never found again.
+        **({} if rollout.num_gpus else {"block_size": 32}),
+        **engine_args(rollout.tensor_parallel_size),
+        **lora.engine_args(model.lora),
+    }
+    args |= rollout.engine_kwargs
+    if args["load_format"] == "auto":
+        args["load_format"] = "hf"
+    args["hf_overrides"] = longer_positions(read_config(model.path)) | args.get("hf_overrides", {})
+    # The folder is read while the engine is built, and not later.
+    with alone(model.path or "") as path:
+        chosen = EngineArgs(**(args | {"model": path}))
+        if not chosen.enable_chunked_prefill and chosen.create_model_config().has_inner_state:
+            # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
+            chosen.enable_prefix_caching = False
+        engine = LLMEngine.from_engine_args(chosen)
+    if model.lora.alone:
+        lora.use_adapter(engine)
+    return engine
+
+
+# Most requests are sampled alike: making and checking parameters costs more than the rest of a request.
+@functools.lru_cache(maxsize=1024)
+def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
+    """Make vLLM's `SamplingParams`, without a seed."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=chosen.max_tokens,
+        min_tokens=chosen.min_tokens,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        stop=list(chosen.stop),
+        ignore_eos=ignore_eos,
+        stop_token_ids=[] if ignore_eos else list(ends),
+        logprobs=0,
+        flat_logprobs=True,
+        # Without stop strings, text is decoded outside the engine.
+        detokenize=bool(chosen.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # vLLM would copy them deeply for each request; each has its own copy already.
+        skip_clone=True,
+    )
+
+
+def read(output: Any, version: int) -> Generation:
+    """Convert the one completion of a finished request; `version` labels the tokens if the engine does not."""
+    completion = output.outputs[0]
+    # Weights that the engine read from the disk have no number.
+    spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
+    runs = tuple((int(span.version), span.end - span.start) for span in spans)
+    return Generation(
+        np.asarray(completion.token_ids, dtype=np.int32),
+        np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        completion.finish_reason or "abort",
+        runs or ((version, len(completion.token_ids)),),
+    )

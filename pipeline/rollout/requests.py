@@ -1,0 +1,42 @@
+"""Requests for the samples of prompts."""
+
+from collections.abc import Sequence
+
+from pipeline.generation import EngineRequest
+from pipeline.rollout.seeds import seed_of
+from pipeline.sampling import Sampling
+
+
+def requests(
+    prompts: Sequence[list[int]],
+    uids: Sequence[str],
+    settings: Sequence[Sampling],
+    n: int,
+    *,
+    seed: int | None,
+    ends: Sequence[int] = (),
+    ignore_eos: bool = False,
+    greedy: bool = False,
+) -> list[EngineRequest]:
+    """Make `n` requests for each prompt, prompt by prompt; with `greedy`, followed by one of greedy decoding.
+
+    With a `seed`, every request has its own seed, made from the run's seed, the prompt's uid and the sample's number,
+    so that the greedy request changes no sample.
+
+    Args:
+        prompts: token ids; engines keep these lists, so they must not be changed.
+        uids: identifiers of the prompts.
+        settings: sampling settings of each prompt.
+        n: number of samples of a prompt.
+        seed: seed of the run; None leaves requests without seeds.
+        ends: ids of tokens that end a response, in addition to the end tokens in the model's files.
+        ignore_eos: true to go on generating past all of them.
+        greedy: true if each prompt has a greedy request.
+    """
+    made, also = [], tuple(ends)
+    for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
+        for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
+            drawn = seed is not None and sampling.temperature > 0
+            own = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
+            made.append(EngineRequest(ids, sampling, own, also, ignore_eos))
+    return made
