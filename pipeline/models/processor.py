@@ -87,7 +87,8 @@ class Vision:
             images: the encoded images, in order.
 
         Raises:
-            ValueError: the number of placeholders is not the number of images, or an image cannot be read.
+            ValueError: the number of placeholders is not the number of images, the features of two images stand next
+                to each other, or an image cannot be read.
         """
         found = sum(token == self.placeholder for token in ids)
         if found != len(images):
@@ -98,7 +99,17 @@ class Vision:
         left = iter(images)
         expanded: list[int] = []
         for token in ids:
-            expanded += self.expansion(next(left)) if token == self.placeholder else [token]
+            if token != self.placeholder:
+                expanded.append(token)
+                continue
+            tokens = self.expansion(next(left))
+            if self.placeholder == tokens[0] and expanded[-1:] == [self.placeholder]:
+                # Models would take them for one image.
+                raise ValueError(
+                    f"the chat template writes {self.processor.image_token} twice without a token between them; use "
+                    "the chat template of the model's processor"
+                )
+            expanded += tokens
         return expanded
 
     def expansion(self, image: bytes) -> list[int]:

@@ -21,6 +21,9 @@ VISION = "vision_config"
 TOWERS = (VISION, "audio_config")
 """Keys of `config.json` that only models of images or sound have."""
 
+TOWER = re.compile(r"(?:^|\.)(?:visual|vision_model|vision_tower|connector|multi_modal_projector)\.")
+"""Pattern for names of weights of vision towers and their projectors."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 TIED = re.compile(r"embed_tokens|\bwte\b|embed_in|word_embeddings")
@@ -63,6 +66,8 @@ class ModelFiles:
     """Number of (outputs, inputs) of each linear layer inside of the model, by name. These layers may get adapters."""
     family: str = ""
     """`model_type` of the whole model in `config.json`."""
+    tower: int = 0
+    """Number of parameters of the vision tower and its projector, which `parameters` includes."""
 
     def size(self, name: str, default: int = 0) -> int:
         """Return the number `name` in `config.json`; `default` if it is missing or null."""
@@ -101,7 +106,7 @@ class ModelFiles:
     @property
     def layer(self) -> int:
         """Mean number of parameters per layer."""
-        return (self.parameters - self.tables) // self.layers
+        return (self.parameters - self.tower - self.tables) // self.layers
 
     @property
     def queries(self) -> int:
@@ -161,9 +166,12 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
     if config.get("tie_word_embeddings") is True and any(TIED.search(name) for name in shapes):
         # Some files hold the tied head a second time.
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(LM_HEAD)}
+    parameters = sum(map(math.prod, shapes.values()))
+    if config.get(VISION):
+        shapes = {name: shape for name, shape in shapes.items() if not TOWER.search(name)}
     return ModelFiles(
         config=config,
-        parameters=sum(map(math.prod, shapes.values())),
+        parameters=parameters,
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
         tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),
         matrices={
@@ -173,6 +181,7 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
             if ROUTED not in name and not ROUTER.search(name)
         },
         family=family,
+        tower=parameters - sum(map(math.prod, shapes.values())),
     )
 
 
