@@ -10,23 +10,29 @@ ACCELERATOR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 RUN := $(VENV)/bin/python
 
+# A misspelt variable would otherwise be ignored.
+VARIABLES := MODEL TASK SEED ALGORITHM ARGS KILLS ACCELERATOR PYTHON VENV
+UNKNOWN := $(filter-out $(VARIABLES),$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+$(if $(UNKNOWN),$(error $(UNKNOWN) is not a variable of this Makefile; it has $(VARIABLES)))
+
 # An environment that no longer holds the tested set is made again.
 HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.run.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
 
 # Settings of the demo (jobs/demo.py). TASK is countdown, higher_lower, calculator or lookup. MODEL=smollm2 trains a
-# pretrained model on sums instead.
+# pretrained model on sums instead. ARGS has further settings, such as ARGS='rollout.n=16 actor.optim.lr=2e-5'.
 SEED ?= 1
 TASK ?= countdown
 MODEL ?=
 ALGORITHM ?=
-DEMO := slipstream.py demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM))
+ARGS ?=
+DEMO := slipstream.py demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(ARGS)
 KILLS ?= 20
 
 .PHONY: help setup demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "Variables: MODEL=$(MODEL) TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
+	@echo "Variables: MODEL=$(MODEL) TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ARGS=$(ARGS) KILLS=$(KILLS) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
 
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh requirements/torchvision_without_cuda.py pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)

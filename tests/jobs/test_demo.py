@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import demo
-from jobs.demo import SFT, TASKS, Demo, main
+from jobs.demo import SFT, TASKS, Demo, main, multiplies_bfloat16
 from jobs.prepare.__main__ import DATASETS, Parser
 from pipeline.config import load, load_config
 from pipeline.config.supervised import SFTConfig
@@ -95,6 +95,20 @@ def test_a_model_of_ones_own_is_not_fetched(
     assert [job for job, *_ in steps] == [*jobs, "train", "show"]
     settings = steps[-2][1:]
     assert f"model.path={folder}" in settings and f"trainer.experiment_name=sums-{tag}-1" in settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("avx2 amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx2 avx512f", "float32")]
+)
+def test_a_real_model_computes_in_bfloat16_if_the_processor_can(
+    flags: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu sse {flags}\n")
+    monkeypatch.setattr(demo, "multiplies_bfloat16", lambda: multiplies_bfloat16(cpuinfo))
+    config = load_config(Demo.here("countdown", 1, "smollm2").settings(None))
+    assert config.actor.fsdp.compute_dtype(config.model.dtype, gpu=False) == dtype
+    assert not multiplies_bfloat16(tmp_path / "missing")
 
 
 def test_the_model_and_the_task_are_one_choice(steps: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,3 +208,21 @@ def test_make_demo_is_the_command() -> None:
     recipe = (ROOT / "Makefile").read_text()
     assert "DEMO := slipstream.py demo" in recipe and "jobs.tiny" not in recipe
     assert "demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED)" in recipe
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Return what make would run; it does not install."""
+    return subprocess.run(
+        ["make", "--dry-run", "--assume-old=.venv/.installed-cpu", "ACCELERATOR=cpu", *words],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_make_passes_settings_on() -> None:
+    made = make("demo", "MODEL=smollm2", "SEED=4", "ARGS=rollout.n=16 actor.optim.lr=2e-5")
+    assert "demo --model smollm2 --seed 4  rollout.n=16 actor.optim.lr=2e-5" in made.stdout, made.stderr
+
+
+def test_make_refuses_a_variable_that_it_does_not_know() -> None:
+    made = make("demo", "SEDE=4")
+    assert made.returncode and "SEDE is not a variable of this Makefile; it has MODEL TASK SEED" in made.stderr
