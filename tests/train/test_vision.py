@@ -56,7 +56,6 @@ def table(folder: Path, seed: int) -> pa.Table:
 def config_of(folder: Path, vision: str) -> Config:
     config = make_config(folder)
     config.model.vision = vision
-
     config.actor.ppo_max_token_len_per_gpu = 400
     return config
 
