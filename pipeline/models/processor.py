@@ -134,10 +134,11 @@ class Vision:
         return f"{width} x {height} pixels, {len(self.expansion(image))} tokens"
 
     def _process(self, name: bytes, image: bytes) -> dict[str, "Tensor"]:
+        decoded = decode(image)
         try:
             made = self.processor(
                 text=[self.processor.image_token],
-                images=[[decode(image)]],
+                images=[[decoded]],
                 add_special_tokens=False,
                 return_tensors="pt",
                 **self.options,
@@ -168,18 +169,20 @@ def decode(image: bytes) -> "Image":
     Raises:
         ValueError: the bytes are not a whole image of a known format, or it has more pixels than `MOST_PIXELS`.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         opened = Image.open(io.BytesIO(image))
         width, height = opened.size
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down")
-        opened.load()
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        if width * height <= MOST_PIXELS:
+            opened.load()
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise ValueError(f"an image of {len(image)} bytes cannot be decoded: it begins as no known format") from error
     # Each format has errors of its own for damaged files.
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image of {len(image)} bytes cannot be decoded: {short_reason(error)}") from error
+    raise ValueError(f"an image has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down")
 
 
 def missing_package(family: str) -> str | None:
@@ -209,16 +212,18 @@ def load_vision(model: ModelConfig) -> Vision:
     from transformers import AutoConfig, AutoProcessor
 
     path = model.path or ""
+    # Damaged files raise errors of many kinds.
     try:
         family = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code).model_type
-        if reason := why_not(family):
-            raise ValueError(f"{family} cannot be trained on images: {reason}")
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        if not hasattr(processor, "image_token"):
-            raise ValueError("the folder has no processor of images (preprocessor_config.json)")
-    # Damaged files raise errors of many kinds.
+        processor = (
+            None if why_not(family) else AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        )
     except Exception as error:
         raise ValueError(f"model.path={path}: the processor cannot be loaded: {short_reason(error)}") from error
+    if reason := why_not(family):
+        raise ValueError(f"model.path={path} is of the family {family}, which cannot be trained on images: {reason}")
+    if not hasattr(processor, "image_token"):
+        raise ValueError(f"model.path={path} has no processor of images; save preprocessor_config.json there")
     given = {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
     size = {name: number for name, number in given.items() if number is not None}
     if size and family not in BY_PIXELS:
