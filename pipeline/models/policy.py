@@ -48,6 +48,7 @@ class Policy(Pretrained):
     def __init__(self, lm: Any, image_reader: ImageReader | None = None) -> None:
         super().__init__(lm)
         self.image_reader = image_reader
+        self.processor = image_reader and image_reader.vision.processor
         config = lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(

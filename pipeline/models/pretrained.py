@@ -35,6 +35,9 @@ class NotLoadedError(ValueError):
 class Pretrained(nn.Module):
     """A module that wraps a whole `transformers` model, `lm`, so that `save_hf` can save it."""
 
+    processor: Any = None
+    """The model's processor of images, which is saved with it; None for a model of text."""
+
     def __init__(self, lm: Any) -> None:
         """Wrap `lm`, and switch its dropout off. Raises ValueError if it still draws random numbers in training."""
         super().__init__()

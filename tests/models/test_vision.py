@@ -8,6 +8,7 @@ import torch
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.models import lora
 from pipeline.models.batch import TokenBatch
+from pipeline.models.fsdp import save_hf
 from pipeline.models.packing import pack
 from pipeline.models.policy import load_policy, load_reference
 from pipeline.models.processor import FAMILIES, decode
@@ -245,3 +246,16 @@ def test_rows_keep_their_images_in_batches(counts):
     contexts = pa.array([[{"prompt": None, "tokens": 1}, {"prompt": [3], "tokens": 0}]] * len(counts), CONTEXTS)
     with pytest.raises(ValueError, match="rows with images have several contexts"):
         TokenBatch.from_table(table.append_column("contexts", contexts))
+
+
+def test_a_saved_model_keeps_its_images(policy, tmp_path):
+    rows, vision = Rows(policy), policy.image_reader.vision
+    with torch.no_grad():
+        expected = rows.packed(policy)
+    save_hf(policy, vision.processor.tokenizer, tmp_path / "saved")
+    saved = load_policy(ModelConfig(path=str(tmp_path / "saved"), vision="frozen"))
+    Passes.of(saved, "auto")
+    image = rows.shown[0][0]
+    assert saved.image_reader.vision.expansion(image) == vision.expansion(image)
+    with torch.no_grad():
+        assert torch.equal(rows.packed(saved), expected)
