@@ -106,3 +106,18 @@ def transformers_model(folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("family", "vision"), CASES)
+def test_a_tower_computes_in_the_trainers_dtype(tmp_path: Path, one_rank: None, family: str, vision: str) -> None:
+    save_tiny(tmp_path / "model", family)
+    config = config_of(tmp_path / "model", vision)
+    config.actor.fsdp.param_dtype = "bfloat16"
+    config.model.enable_gradient_checkpointing = True
+    actor = build_actor(config, CPU, 100)
+    before = full_state_dict(actor.module)
+    metrics = reduce([update(actor, table(tmp_path / "model", 0))])
+    assert metrics["actor/skipped_steps"] == 0 and 0 < metrics["actor/grad_norm"] < 1e3
+    after = full_state_dict(actor.module)
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert (len(moved) == len(after)) == (vision == "trained")
