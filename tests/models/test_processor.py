@@ -28,8 +28,13 @@ def vision(folder):
     return load_vision(ModelConfig(path=str(folder), vision="frozen"))
 
 
-def test_expansions_are_those_of_the_whole_prompt(folder, vision):
+@pytest.mark.parametrize("tiles", [False, True])
+def test_expansions_are_those_of_the_whole_prompt(folder, tiles):
     """200 random prompts of up to three images, against one call of the model's processor on each whole text."""
+    vision = load_vision(ModelConfig(path=str(folder), vision="frozen"))
+    if tiles and "smolvlm" in str(folder):
+        vision.processor.image_processor.do_image_splitting = True
+        vision.processor.image_processor.size = {"longest_edge": 112}
     rng, tokenizer = np.random.default_rng(0), vision.processor.tokenizer
     mark = FAMILY_TOKENS[next(name for name in FAMILIES if name in str(folder))][1]
     images = [picture(number, *size) for number, size in enumerate(SIZES)]

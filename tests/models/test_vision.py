@@ -11,13 +11,12 @@ from pipeline.models.batch import TokenBatch
 from pipeline.models.fsdp import save_hf
 from pipeline.models.packing import pack
 from pipeline.models.policy import load_policy, load_reference
-from pipeline.models.processor import FAMILIES, decode
+from pipeline.models.processor import FAMILIES, Vision, decode
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.models.vision import tower
 from pipeline.rows import CONTEXTS, SCHEMA
 from tests.pictures import picture, save_tiny
 
-SIZES = {"smolvlm": [(60, 60)] * 3}
 LIKE = 299
 """A token that gets the embedding of the placeholder, in whose place transformers would look for an image."""
 
@@ -259,3 +258,23 @@ def test_a_saved_model_keeps_its_images(policy, tmp_path):
     assert saved.image_reader.vision.expansion(image) == vision.expansion(image)
     with torch.no_grad():
         assert torch.equal(rows.packed(saved), expected)
+
+
+def test_an_image_of_several_tiles(tmp_path):
+    """SmolVLM cuts large images into tiles, with tokens between them, and adds the whole image."""
+    save_tiny(tmp_path / "model", "smolvlm")
+    policy = load_policy(ModelConfig(path=str(tmp_path / "model"), vision="trained"))
+    Passes.of(policy, "auto")
+    vision = policy.image_reader.vision
+    pictures = vision.processor.image_processor
+    plain = len(vision.expansion(picture(1)))
+    pictures.do_image_splitting, pictures.size = True, {"longest_edge": 112}
+    policy.image_reader.vision = Vision(vision.processor)
+    with torch.no_grad():
+        embedding = policy.lm.get_input_embeddings().weight
+        embedding[LIKE] = embedding[vision.placeholder]
+        rows = Rows(policy)
+        assert len(rows.vision.expansion(picture(1))) > 4 * plain
+        ours = rows.packed(policy)
+        policy.decoder.config.get_text_config()._attn_implementation = "sdpa"
+        assert (ours - rows.alone(policy.lm)).abs().max() < 1e-5
