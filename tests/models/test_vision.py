@@ -188,6 +188,7 @@ def test_a_frozen_tower_gets_no_gradients(folder):
     Rows(policy).packed(policy).sum().backward()
     for name, parameter in policy.named_parameters():
         assert (parameter.grad is None) == (id(parameter) in own), name
+        assert parameter.requires_grad != (id(parameter) in own), name
 
 
 def test_adapters_are_in_the_decoder_only(folder):
