@@ -106,7 +106,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     """
     from pipeline.derived import reward_parts, uses_agent
     from pipeline.prompts.assertions import check_assertions
-    from pipeline.prompts.encode import to_table
+    from pipeline.prompts.encode import first_prompt, to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
     from pipeline.reward.dry import RESPONSE, Tried, check_names, check_sources, dry_call
@@ -143,7 +143,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     if generated := training.generate(1, config.data.train_batch_size):
         for row in generated:
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
-        first = [to_table(generated)]
+        first = [to_table(generated, training.encoder.columns)]
         tried = dry_call(first, config.reward, parts, config.agent) | tried
     notes = [set_aside, *(note for loader in both for note in loader.notes())]
     lines = [("note", note) for note in dict.fromkeys(notes) if note]
@@ -153,10 +153,10 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
         lines += dry_episodes(config, tokenizer, first, calls)
     if first:
-        ids, source_name = first[0]["prompt_ids"][0].as_py(), first[0]["data_source"][0].as_py()
+        source_name = first[0]["data_source"][0].as_py()
         if not uses_agent(config):
             # An environment and tools add to the prompt of a file.
-            lines.append(("first prompt", str(tokenizer.decode(ids))))
+            lines += first_prompt(first[0], training.encoder)
         if source_name in tried:
             score = tried[source_name].score
             shown = "the reward failed" if score is None else f"{score:g}"

@@ -42,7 +42,8 @@ rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip() { "$venv/bin/python" -m pip --quiet --quiet "$@"; }
 
-# The CPU build of torch is on no ordinary index; where pip's own settings do not lead to it, PyTorch's index has it.
+# The CPU build of torch is on no ordinary index; where pip's own settings do not lead to it, PyTorch's index has it, and
+# the CPU build of torchvision with it.
 torch=$(grep '^torch==' "$lock")
 say "installing $torch"
 if ! pip install --no-deps "$torch"; then
@@ -50,10 +51,16 @@ if ! pip install --no-deps "$torch"; then
         exit 1
     fi
     say "pip finds no $torch; trying PyTorch's own index of CPU builds"
-    pip install --no-deps "$torch" --index-url https://download.pytorch.org/whl/cpu
+    pip install --no-deps "$torch" "$(grep '^torchvision==' "$lock")" --index-url https://download.pytorch.org/whl/cpu
 fi
 say "installing $(grep -c == "$lock") pinned packages of requirements/$accelerator.lock (minutes the first time)"
 pip install --no-deps -r "$lock"
+if ! "$venv/bin/python" -P -c 'import torchvision' 2>/dev/null; then
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp "$here/torchvision_without_cuda.py" "$site/"
+    echo 'import torchvision_without_cuda' >"$site/torchvision_without_cuda.pth"
+    "$venv/bin/python" -P -c 'import torchvision'
+fi
 wheel=$(find "$here" -maxdepth 1 -name 'slipstream_rl-*.whl')
 if [ -n "$wheel" ]; then
     pip install --no-deps "$wheel"
