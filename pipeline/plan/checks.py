@@ -13,20 +13,16 @@ from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.mappings import compose_sections
 from pipeline.derived import chunk_prompts, most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-<<<<<<< HEAD
-from pipeline.plan import check_agent, check_algorithm, check_engine, check_offload, check_reward, models, parallel
-=======
 from pipeline.plan import (
     check_agent,
     check_algorithm,
+    check_engine,
     check_images,
     check_offload,
     check_reward,
-    engine_arguments,
     models,
     parallel,
 )
->>>>>>> img36
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
