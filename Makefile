@@ -34,7 +34,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo "Variables: MODEL=$(MODEL) TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ARGS=$(ARGS) KILLS=$(KILLS) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
 
-$(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
+$(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh requirements/torchvision_without_cuda.py pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
 
 SGLANG_STAMP := .venv-sglang/.installed-sglang-cpu
@@ -99,7 +99,7 @@ bench: $(STAMP) ## short measurements; docs/benchmarks.md has the commands of th
 wheel: ## dist/ with the wheel, the locks and the script that installs them
 	@rm -rf build/lib build/bdist.* dist
 	@$(or $(PYTHON),python3) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	@cp requirements/install.sh requirements/*.lock dist/
+	@cp requirements/install.sh requirements/*.lock requirements/*.py dist/
 	@rm -rf build/lib build/bdist.*
 
 clean: ## remove caches and builds; data, models, runs and .venv stay

@@ -28,6 +28,7 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.policy import Policy
 from pipeline.rows import SCHEMA
 from pipeline.train import actor as actors
+from pipeline.train.freed import give_back
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
 
@@ -212,8 +213,8 @@ class Bare:
 class Ours:
     """The actor of a run."""
 
-    def __init__(self, shape: Shape, share: str):
-        config = Config()
+    def __init__(self, shape: Shape, share: str = "auto", gives_back: bool = False):
+        self.gives_back, config = gives_back, Config()
         config.data.train_batch_size, config.rollout.n = shape.prompts, shape.samples
         config.data.max_response_length = 2048
         config.model.share_prompts = share
@@ -229,19 +230,27 @@ class Ours:
         update = StreamedUpdate(self.actor, 1)
         update.add(rows)
         update.finish()
+        if self.gives_back:
+            give_back()
 
 
 SIDES: dict[str, Callable[[Shape], Any]] = {
     "packed": lambda shape: Bare(shape, True),
     "padded": lambda shape: Bare(shape, False),
-    "slipstream": lambda shape: Ours(shape, "auto"),
+    "slipstream": Ours,
     "slipstream, share_prompts=never": lambda shape: Ours(shape, "never"),
 }
+
+FREED: dict[str, Callable[[Shape], Any]] = {
+    "slipstream, malloc_trim": lambda shape: Ours(shape, gives_back=True),
+    "slipstream, MALLOC_MMAP_THRESHOLD_": Ours,
+}
+"""Sides that give freed memory back to the system."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("side", choices=SIDES | FREED)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model")
@@ -251,7 +260,7 @@ def main() -> None:
     shape = SHAPES[args.shape].of(args.model)
 
     def build() -> Callable[[], None]:
-        side, table = SIDES[args.side](shape), rows_of(shape)
+        side, table = (SIDES | FREED)[args.side](shape), rows_of(shape)
         return lambda: side.update(TrainBatch.from_table(table))
 
     serve(build)

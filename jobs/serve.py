@@ -230,11 +230,11 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
         print(f"{name}: stopping", flush=True)
         return 0
     finally:
-        if started:
-            serve.shutdown()
-            ray.shutdown()
-        elif deployed:
+        # `serve.shutdown` calls an actor that ends before it answers, and Ray prints that the call failed.
+        if deployed:
             serve.delete(name)
+        if started:
+            ray.shutdown()
 
 
 def ready(name: str, options: Options, nodes: list[dict[str, Any]], context: int | None = None) -> str:

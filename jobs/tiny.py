@@ -10,6 +10,7 @@
    prompt has the same tokens with and without a response after it.
 4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in assistant messages,
    `<tool_response>` in a user's turn. If the files have a column `tools`, the tokenizer is trained on these texts too.
+5. With `--vision FAMILY` the model reads pictures, and gets a processor (`tiny_vision.py`).
 """
 
 import argparse
@@ -19,6 +20,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +34,7 @@ from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
+from jobs.tiny_vision import FAMILIES, QUESTIONS, build_vision_model, prepare_tokenizer, save_vision
 from pipeline.cells import check_names, values
 from pipeline.config.paths import check_out, local_path
 from pipeline.conversations import read_messages, read_tools
@@ -151,10 +154,10 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> 
     )
 
 
-def build_model(
-    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
-) -> Qwen3ForCausalLM:
-    """Return a Qwen3 with random weights and the vocabulary of `tokenizer`.
+def decoder_sizes(
+    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool
+) -> dict[str, Any]:
+    """Return the sizes of a decoder with the vocabulary of `tokenizer`, as entries of its configuration.
 
     Raises ValueError for sizes that vLLM's CPU attention does not support.
 
@@ -165,7 +168,6 @@ def build_model(
         heads: number of query heads.
         kv_heads: number of key and value heads.
         tie: True to share the weights of embedding and head.
-        seed: seed of the weights.
     """
     for option, value in (("--hidden", hidden), ("--layers", layers), ("--heads", heads), ("--kv-heads", kv_heads)):
         if value < 1:
@@ -177,17 +179,30 @@ def build_model(
         )
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 64 * round(hidden * 8 / 3 / 64) or 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tie,
+    }
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
+) -> Qwen3ForCausalLM:
+    """Return a Qwen3 with random weights and the vocabulary of `tokenizer`.
+
+    `seed` is the seed of the weights. Other arguments and errors are the same as for `decoder_sizes`.
+    """
+    sizes = decoder_sizes(tokenizer, hidden, layers, heads, kv_heads, tie)
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=64 * round(hidden * 8 / 3 / 64) or 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=tie,
+        **sizes,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -200,14 +215,24 @@ def make(args: argparse.Namespace) -> str:
     """Make and save model and tokenizer as the options set. Returns a line of text with their sizes."""
     check_out(args.out)
     heads = args.heads or max(1, args.hidden // 32)
-    corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
+    if args.data:
+        corpus: Iterable[str] = texts(args.data, args.rows)
+    else:
+        corpus = QUESTIONS if args.vision else countdown_texts(args.rows, args.seed)
     tokenizer = build_tokenizer(corpus, args.vocab, args.digits)
     kv_heads = heads if args.kv_heads is None else args.kv_heads
-    model = build_model(tokenizer, args.hidden, args.layers, heads, kv_heads, args.tie, args.seed)
+    sizes = args.hidden, args.layers, heads, kv_heads, args.tie
     disable_progress_bar()
-    with written_whole(args.out) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    if args.vision:
+        prepare_tokenizer(tokenizer, args.vision)
+        model: Any = build_vision_model(tokenizer, args.vision, decoder_sizes(tokenizer, *sizes), args.seed)
+        with written_whole(args.out) as folder:
+            save_vision(folder, model, tokenizer, args.vision)
+    else:
+        model = build_model(tokenizer, *sizes, args.seed)
+        with written_whole(args.out) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     return f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens"
 
 
@@ -228,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--heads", type=int, metavar="N", help="attention heads (default: width / 32)")
     add("--kv-heads", type=int, metavar="N", help="key and value heads (default: as --heads)")
     add("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head (default: yes)")
+    add("--vision", choices=sorted(FAMILIES), help="family of a model that reads pictures (default: text only)")
     add("--seed", type=int, default=0, metavar="S", help="seed of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)

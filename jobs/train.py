@@ -79,6 +79,15 @@ def _command(command: list[str], iterations: int | None) -> str:
     return shlex.join(command)
 
 
+def _sequel(config: Config, run_dir: Path, command: list[str], finished: int | None) -> str:
+    """Return how to continue a run that has ended; `finished` is its last iteration if it has reached it."""
+    from pipeline.storage.resume import no_checkpoint
+
+    if finished and not config.trainer.max_ckpt_to_keep:
+        return f"not possible, {no_checkpoint(run_dir)}"
+    return _command(command, finished and finished * 2)
+
+
 def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[str, str]]]:
     """Read the first prompts, score a made-up response to them, and start episodes with them.
 
@@ -97,7 +106,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     """
     from pipeline.derived import reward_parts, uses_agent
     from pipeline.prompts.assertions import check_assertions
-    from pipeline.prompts.encode import to_table
+    from pipeline.prompts.encode import first_prompt, to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
     from pipeline.reward.dry import RESPONSE, Tried, check_names, check_sources, dry_call
@@ -134,7 +143,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     if generated := training.generate(1, config.data.train_batch_size):
         for row in generated:
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
-        first = [to_table(generated)]
+        first = [to_table(generated, training.encoder.columns)]
         tried = dry_call(first, config.reward, parts, config.agent) | tried
     notes = [set_aside, *(note for loader in both for note in loader.notes())]
     lines = [("note", note) for note in dict.fromkeys(notes) if note]
@@ -144,10 +153,10 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
         lines += dry_episodes(config, tokenizer, first, calls)
     if first:
-        ids, source_name = first[0]["prompt_ids"][0].as_py(), first[0]["data_source"][0].as_py()
+        source_name = first[0]["data_source"][0].as_py()
         if not uses_agent(config):
             # An environment and tools add to the prompt of a file.
-            lines.append(("first prompt", str(tokenizer.decode(ids))))
+            lines += first_prompt(first[0], training.encoder)
         if source_name in tried:
             score = tried[source_name].score
             shown = "the reward failed" if score is None else f"{score:g}"
@@ -273,7 +282,7 @@ def _train(
     from pipeline.plan.trial import try_models
     from pipeline.replay import checks as replay
     from pipeline.run.origin import origin
-    from pipeline.storage.resume import reached, recover
+    from pipeline.storage.resume import no_checkpoint, reached, recover
     from pipeline.storage.room import used
     from pipeline.storage.targets import try_targets
     from pipeline.track.mlflow_logger import local_store
@@ -302,15 +311,11 @@ def _train(
     preview += [("note", note) for note in begin.notes]
     last = reached(run_dir, config) if begin.exists else 0
     finished = resolved.iterations is not None and last >= resolved.iterations
-    nothing = (
-        f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do, unless "
-        "trainer.total_training_steps (or trainer.total_epochs) is raised"
-    )
+    unless = "unless trainer.total_training_steps (or trainer.total_epochs) is raised"
+    longer = unless if begin.own else no_checkpoint(run_dir)
+    nothing = f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do, {longer}"
     if last and begin.own is None and not finished:
-        raise ConfigError(
-            f"the run in {run_dir} finished at iteration {last} and kept no checkpoint (trainer.max_ckpt_to_keep=0), "
-            f"so it cannot continue; begin a new run with model.path={run_dir}/model"
-        )
+        raise ConfigError(f"the run in {run_dir} finished at iteration {last}; {no_checkpoint(run_dir)}")
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = joined() is None
     if dry_run:
@@ -334,7 +339,8 @@ def _train(
     assert resolved.iterations is not None
     if finished:
         print(f"{nothing}.")
-        print(f"to continue: {_command(command, last * 2)}")
+        if begin.own:
+            print(f"to continue: {_command(command, last * 2)}")
         return 0
 
     with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
@@ -380,7 +386,7 @@ def _train(
             places["engine"] = config.rollout.name
         if kept.accepted:
             places["other files"] = kept.history
-        places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
+        places["to continue"] = _sequel(config, run_dir, command, resolved.iterations if status == "finished" else None)
         tracker.finish(status, places)
         if started and not ray_gone:
             ray.shutdown()

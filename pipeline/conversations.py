@@ -14,6 +14,8 @@ import pyarrow as pa
 from pipeline.cells import from_json, is_list, is_text, may_be_object, parsed, plain
 
 Messages = list[dict[str, Any]]
+IMAGE = "<image>"
+"""Text that stands for the next image of a prompt, in rows with images."""
 
 
 def may_be_messages(kind: pa.DataType) -> bool:
@@ -30,12 +32,13 @@ def may_be_messages(kind: pa.DataType) -> bool:
     return is_text(content) or isinstance(content, pa.JsonType) or is_list(content) or pa.types.is_null(content)
 
 
-def read_messages(value: Any, place: str) -> Messages:
+def read_messages(value: Any, place: str, images: bool = False) -> Messages:
     """Read messages from a cell of a row, or from a value that a program gives.
 
     Args:
         value: a list of messages, or its JSON.
         place: beginning of the error text.
+        images: whether contents may have parts `{type: image}`, which become `IMAGE` in the text.
 
     Raises:
         ValueError: `value` is something else, or a message cannot be read.
@@ -43,10 +46,10 @@ def read_messages(value: Any, place: str) -> Messages:
     found = plain(parsed(value, place))
     if not isinstance(found, list) or not found:
         raise ValueError(f"{place}: {found!r:.200} is not a list of messages {{role, content}}")
-    return [_message(message, f"{place}: message {number}") for number, message in enumerate(found)]
+    return [_message(message, f"{place}: message {number}", images) for number, message in enumerate(found)]
 
 
-def _message(value: Any, place: str) -> dict[str, Any]:
+def _message(value: Any, place: str, images: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{place} is {value!r:.80} instead of {{role, content}}")
     message = {name: field for name, field in value.items() if field is not None}
@@ -57,19 +60,29 @@ def _message(value: Any, place: str) -> dict[str, Any]:
         message["tool_calls"] = read_calls(calls, place)
     if "content" not in message and not calls:
         raise ValueError(f"{place} has no content: {message!r:.200}")
-    return message | {"content": read_content(message.get("content"), place)}
+    return message | {"content": read_content(message.get("content"), place, images)}
 
 
-def read_content(content: Any, place: str) -> str:
+def read_content(content: Any, place: str, images: bool = False) -> str:
     """Return the content of a message as text. `content` may be text, None, or a list of text parts.
 
-    Raises ValueError for other contents; `place` begins the error text.
+    With `images` it may have parts `{type: image}`, too, which become `IMAGE`. Raises ValueError for other contents;
+    `place` begins the error text.
     """
     if content is None or isinstance(content, str):
         return content or ""
     wanted = f"{place}: `content` must be a text, or parts {{type: text, text: ...}}"
     if not isinstance(content, list):
         raise ValueError(f"{wanted}, and is {content!r:.80}")
+    if images:
+        marks = [isinstance(part, dict) and part.get("type") == "image" for part in content]
+        for part, mark in zip(content, marks, strict=True):
+            if mark and (named := [name for name in part if name != "type" and part[name] is not None]):
+                raise ValueError(
+                    f"{place}: a part of type 'image' has {', '.join(named)}; images are read from the column of "
+                    "images, so write {type: image} only"
+                )
+        content = [{"type": "text", "text": IMAGE} if mark else part for part, mark in zip(content, marks, strict=True)]
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -127,6 +140,39 @@ def answered(messages: Messages, answer: str) -> Messages:
     """
     before = messages if begun_answer(messages) is None else messages[:-1]
     return [*before, {"role": "assistant", "content": answer}]
+
+
+def with_images(messages: Messages, count: int, place: str) -> Messages:
+    """Return the messages of a prompt with images, with parts `{type: image}` in place of each `IMAGE`.
+
+    Args:
+        messages: the messages, as from `read_messages`.
+        count: number of images of the prompt; without any, `IMAGE` is plain text.
+        place: beginning of the error text.
+
+    Raises:
+        ValueError: `IMAGE` does not stand there `count` times, or stands in a message of the assistant.
+    """
+    if not count:
+        return messages
+    found = sum(message["content"].count(IMAGE) for message in messages)
+    if found != count:
+        raise ValueError(
+            f"{place}: {IMAGE} stands {found} times in the prompt, which has {count} images; write one each"
+        )
+    if any(IMAGE in message["content"] for message in messages if message["role"] == "assistant"):
+        raise ValueError(f"{place}: {IMAGE} stands in a message of the assistant; only other roles can show images")
+    return [message | {"content": _parts(message["content"])} for message in messages]
+
+
+def _parts(content: str) -> str | list[dict[str, str]]:
+    first, *others = content.split(IMAGE)
+    if not others:
+        return content
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:

@@ -29,6 +29,11 @@ def uses_agent(config: Config) -> bool:
     return config.agent.used
 
 
+def uses_images(config: Config) -> bool:
+    """Return True if prompts may have images."""
+    return config.model.vision != "none"
+
+
 def uses_turn_rewards(config: Config) -> bool:
     """Return True if rewards that an environment or a program gives for single turns are part of the score."""
     return any(agent.scored_by != "function" for agent in config.agent.declared().values())

@@ -53,7 +53,9 @@ class Omissions:
                 key = role, "tool_calls" in message, name
                 said = name in ("content", "tool_calls")
                 said = said or (role == "assistant" and isinstance(value, str | list | dict))
-                known = key in self._tested and (not said or (name == "content" and value.strip() in text))
+                known = key in self._tested and (
+                    not said or (name == "content" and isinstance(value, str) and value.strip() in text)
+                )
                 if name == "role" or known or not _says(value):
                     continue
                 self._tested.add(key)

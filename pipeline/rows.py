@@ -31,8 +31,11 @@ CONTEXTS = pa.list_(pa.struct([("prompt", INTS), ("tokens", pa.int32())]))
 """Token sequences of an episode, in order: the prompt tokens of each, and the number of tokens of the row's response
 that follow this prompt. The prompt of the first sequence is in `prompt_ids`, and null here."""
 
+BINARIES = pa.list_(pa.binary())
+
 _TYPES = {
     "ints": INTS,
+    "binaries": BINARIES,
     "floats": FLOATS,
     "runs": RUNS,
     "mask": pa.list_(pa.int8()),
@@ -66,6 +69,19 @@ ground_truth | string | prompts | reward | `reward_model.ground_truth` as JSON
 extra_info | string | prompts | reward | `extra_info` as JSON
 agent_name | string | prompts | rollout, reward | the row's agent in `agent.named`; null: the section `agent`
 """)
+
+IMAGES = _columns("""
+images | binaries | prompts | rollout, train | encoded images of the prompt, in order
+image_hash | binaries | prompts | rollout, train | hash of each image with the processor's settings (16 bytes)
+engine_prompt_ids | ints | prompts | rollout | `prompt_ids` with one placeholder for each image
+""")
+"""Columns of a run with images (`model.vision`). `prompt_ids` hold one placeholder for each feature of an image."""
+
+
+def prompt_columns(images: bool) -> pa.Schema:
+    """Return the columns of prompts, in a run with or without images."""
+    return pa.schema([*PROMPT, *IMAGES]) if images else PROMPT
+
 
 ROLLOUT = _columns("""
 sample | int32 | rollout | track | number of the sample in its group, from 0
@@ -143,7 +159,20 @@ kl | float32 | advantage | train, metrics | mean KL of the penalised tokens, nul
 drop_reason | string | advantage | train, metrics | why the row does not train (`reward_error`), null in rows that train
 """)
 SCHEMA = pa.schema(
-    [*PROMPT, *ROLLOUT, *AGENT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *KL_COEF, *ADVANTAGE]
+    [
+        *PROMPT,
+        *IMAGES,
+        *ROLLOUT,
+        *AGENT,
+        *REWARD_MODEL,
+        *REWARD,
+        *BASELINE,
+        *REFERENCE,
+        *VALUE,
+        *POLICY,
+        *KL_COEF,
+        *ADVANTAGE,
+    ]
 )
 
 

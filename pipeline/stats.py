@@ -16,9 +16,9 @@ import numpy as np
 class Stat(NamedTuple):
     """A metric in a form that can be merged with the same metric of other ranks.
 
-    The kinds and their values: `mean` (sum, count), `sum` (sum,), `min` (min,), `max` (max,), `std` (n, mean, sum of
-    squared deviations), `corr` (n, mean of x, mean of y, sum of squared deviations of x, of y, sum of products of
-    deviations).
+    The kinds and their values: `mean` (sum, count), `sum` (sum,), `min` (min,), `max` (max,), `std` and `stderr` (n,
+    mean, sum of squared deviations), `corr` (n, mean of x, mean of y, sum of squared deviations of x, of y, sum of
+    products of deviations). `stderr` is the standard error of the mean, which needs at least two observations.
     """
 
     kind: str
@@ -31,6 +31,11 @@ Stats = dict[str, Stat]
 def mean(total: float, count: float) -> Stat:
     """Return the mean of `count` observations that sum to `total`."""
     return Stat("mean", (float(total), float(count)))
+
+
+def deviations(kind: str, x: np.ndarray) -> Stat:
+    """Return the `std` or `stderr` of the numbers `x` [N]; N is at least 1."""
+    return Stat(kind, (float(len(x)), float(x.mean()), float(((x - x.mean()) ** 2).sum())))
 
 
 def summary(x: np.ndarray, prefix: str, kinds: Iterable[str] = ("mean", "max", "min")) -> Stats:
@@ -77,7 +82,7 @@ def _join(kind: str, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float,
     if n == 0:
         return a
     share = a[0] * b[0] / n
-    if kind == "std":
+    if kind in ("std", "stderr"):
         delta = b[1] - a[1]
         return n, a[1] + delta * b[0] / n, a[2] + b[2] + delta * delta * share
     dx, dy = b[1] - a[1], b[2] - a[2]
@@ -97,6 +102,8 @@ def _value(stat: Stat) -> float | None:
         return v[0] / v[1] if v[1] else None
     if stat.kind == "std":
         return math.sqrt(max(v[2], 0.0) / v[0]) if v[0] else None
+    if stat.kind == "stderr":
+        return math.sqrt(max(v[2], 0.0) / (v[0] - 1) / v[0]) if v[0] > 1 else None
     if stat.kind == "corr":
         # A deviation within rounding of the mean comes from a constant, which has no correlation.
         if any(squares <= v[0] * (1e-12 * centre) ** 2 for centre, squares in ((v[1], v[3]), (v[2], v[4]))):

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from jobs.verl.keys import RULED
+from jobs.verl.mcp import tools_of
 from jobs.verl.state import State
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,11 +31,13 @@ _UNUSED = "nothing here takes turns: there are no tools and no interaction, or t
 
 def episodes(state: State) -> None:
     """Convert turns with tools or an interaction, if verl is given them."""
-    tools = []
+    tools: list[str] = []
+    off = state.given.get(f"{_TURNS}.enable") is False
     for name in _TOOLS:
         path = state.given.get(f"{_TURNS}.{name}")
         if isinstance(path, str) and path:
-            tools.append(path)
+            has_servers = name == "tool_config_path" and not off
+            tools += tools_of(state, f"{_TURNS}.{name}", path) if has_servers else [path]
         elif path:
             state.leave(f"{_TURNS}.{name}", "its value does not fit agent.tools: expected a file", cannot=True)
         state.leave(f"data.{name}", "prompts are made with the tools of agent.tools, which must be all of them")
@@ -44,7 +47,7 @@ def episodes(state: State) -> None:
             _LOOP, "verl's agent loops do not run here; write an agent.environment or agent.program", cannot=True
         )
     environment = _interaction(state)
-    if state.given.get(f"{_TURNS}.enable") is False or not (tools or environment):
+    if off or not (tools or environment):
         _leave(state)
         return
     state.set("agent.tools", tools)
@@ -56,7 +59,8 @@ def episodes(state: State) -> None:
         state.notes.append("agent.reward=function: the scores of an interaction are in no reward of verl's, either")
     if variables := state.get("trainer.env_vars"):
         # Environment processes get no others.
-        state.set("agent.env_vars", {name: str(value) for name, value in variables.items()})
+        servers = state.get("agent.env_vars")
+        state.set("agent.env_vars", {name: str(value) for name, value in variables.items()} | dict(servers))
     _limits(state)
     _replies(state)
     if tools:

@@ -20,6 +20,13 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages."""
 
+    image_key: str = "images"
+    """Column of the prompt's images with `model.vision`: encoded images, or structs `{bytes, path}` with a path
+    relative to the file. Each `<image>` in the prompt's text stands for the next one."""
+
+    max_image_bytes: int = setting(1_000_000, at_least=1)
+    """Maximum size of the encoded images of a prompt together, in bytes. Each of the `rollout.n` samples has a copy."""
+
     train_batch_size: int = setting(1024, at_least=1)
     """Number of prompts per iteration. Each prompt is sampled `rollout.n` times."""
 

@@ -104,6 +104,16 @@ class ModelConfig:
     tokenizer_path: str | None = setting(None, path="model")
     """Tokenizer: a local folder or a hub name. Null takes `path`."""
 
+    vision: str = setting("none", choices=("none", "frozen", "trained"))
+    """Images in prompts (`data.image_key`). `none`: only text. `frozen`: vision tower and projector stay as they are.
+    `trained`: both are trained with the decoder."""
+
+    min_pixels: int | None = setting(None, at_least=1)
+    """Number of pixels up to which smaller images are scaled, in engine and trainer. Null: the processor's."""
+
+    max_pixels: int | None = setting(None, at_least=1)
+    """Number of pixels down to which larger images are scaled, in engine and trainer. Null: the processor's."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Read that code first."""
 

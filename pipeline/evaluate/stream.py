@@ -14,13 +14,13 @@ from ray.data import Dataset
 
 from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
-from pipeline.derived import chunk_prompts
+from pipeline.derived import chunk_prompts, uses_images
 from pipeline.evaluate.settings import in_flight
 from pipeline.greeting import Greeting
 from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import MAX_PAGES, loaders
 from pipeline.rollout.stage import Rollout, sections
-from pipeline.rows import PROMPT
+from pipeline.rows import prompt_columns
 from pipeline.sampling import row_limits
 from pipeline.store.versions import Ticket
 from pipeline.stream import WHOLE, engines, rewarded, set_context, source
@@ -65,7 +65,7 @@ class EvaluationPrompts:
         first = table["id"][0].as_py() * size
         if first != self._next:
             self._seek(first)
-        rows = [PROMPT.empty_table()]
+        rows = [prompt_columns(uses_images(self._config)).empty_table()]
         for chunk in range(first, first + size):
             prompts = next(self._chunks, None)
             if prompts is not None and chunk not in self._pages.done:

@@ -20,6 +20,7 @@ The layout of the contexts is an argument of the decoder, and `transformers` pas
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -305,7 +306,12 @@ def register() -> None:
 
 
 def hidden_states(
-    decoder: Any, input_ids: Tensor, index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
+    decoder: Any,
+    input_ids: Tensor,
+    index: Tensor,
+    positions: Tensor | None = None,
+    packing: Layout | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """[N, H] last hidden states of the decoder at the positions `index`.
 
@@ -317,11 +323,15 @@ def hidden_states(
         index: [N] int64, indices into the flattened `input_ids`.
         positions: [1, T] int64, positions in each context, if packed.
         packing: layout of the contexts, if packed.
+        given: arguments of the decoder that take the place of `input_ids`, such as embeddings with images; not with
+            sequence parallelism.
     """
     if packing is not None and (share := packing.share) is not None:
         assert positions is not None
         input_ids, positions = share.cut(input_ids), share.cut(positions)
         index = index.index_select(0, share.own) - share.group.rank() * input_ids.shape[1]
     more = {} if packing is None else {"position_ids": positions, "packing": packing}
-    hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **more).last_hidden_state  # [B, T, H]
+    hidden: Tensor = decoder(
+        **(given or {"input_ids": input_ids}), use_cache=False, **more
+    ).last_hidden_state  # [B, T, H]
     return hidden.flatten(0, 1).index_select(0, index)

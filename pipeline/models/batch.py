@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,22 @@ class TokenBatch:
     """[C + 1] int64, start of each context's response in arrays of length N."""
     context_offsets: np.ndarray
     """[R + 1] int64, number of each row's first context, and C at the end."""
+    images: np.ndarray | None = field(default=None, kw_only=True)
+    """[R] object, tuple of the encoded images of each row's prompt; None without a column `images`."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
         """Read the tokens of generated rows. If each row has one context, the arrays are views of Arrow's buffers.
 
-        Raises ValueError as `unfold` does.
+        Raises ValueError as `unfold` does, and for rows with images and several contexts.
         """
-        return TokenBatch(*unfold(table))
+        made = TokenBatch(*unfold(table))
+        if "images" in table.column_names:
+            if not made.are_contexts:
+                raise ValueError("rows with images have several contexts; episodes cannot have images")
+            shown = (tuple(images or ()) for images in table["images"].to_pylist())
+            made.images = np.fromiter(shown, dtype=object, count=len(table))
+        return made
 
     def __len__(self) -> int:
         return len(self.context_offsets) - 1

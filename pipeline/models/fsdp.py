@@ -213,7 +213,7 @@ def save_hf(
     try:
         if rank == 0 and error is None:
             # `save_pretrained` deletes files that look like weights of an older save, so weights are written after it.
-            save_settings(model.lm, tokenizer, partial, dtype, ends)
+            save_settings(model.lm, tokenizer, partial, dtype, ends, model.processor)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
@@ -251,7 +251,7 @@ def try_save(
             if folder.exists() and not folder.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "it is a file")
             partial.mkdir(parents=True)
-            save_settings(model.lm, tokenizer, partial, dtype, ends)
+            save_settings(model.lm, tokenizer, partial, dtype, ends, model.processor)
         except Exception as problem:  # noqa: BLE001 (as above)
             error = problem
         shutil.rmtree(partial, ignore_errors=True)

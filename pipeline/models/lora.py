@@ -38,6 +38,11 @@ BASE = "base_layer."
 """Part that peft inserts into the names of the weights W to which an adapter belongs."""
 
 
+def policy_class(config: ModelConfig) -> str:
+    """Return the name of the class of `transformers` that makes the policy of `config`."""
+    return "AutoModelForCausalLM" if config.vision == "none" else "AutoModelForImageTextToText"
+
+
 def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: bool = False) -> None:
     """Freeze `lm` and put adapters into its linear layers, in place. Does nothing if `config.rank` is 0.
 
@@ -56,7 +61,13 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
     from peft import inject_adapter_in_model
 
     inside = f"{lm.base_model_prefix}."
-    names = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and name.startswith(inside)]
+    # A tower of images has none: only the decoder's are proven to reach an engine.
+    known = {*(lm.get_decoder() if hasattr(lm.base_model, "get_image_features") else lm).modules()}
+    names = [
+        name
+        for name, part in lm.named_modules()
+        if isinstance(part, nn.Linear) and name.startswith(inside) and part in known
+    ]
     if lost := config.unmatched(names):
         last = sorted({name.rpartition(".")[2] for name in names})
         raise ValueError(
@@ -92,13 +103,13 @@ class Coverage:
     """True if every matrix that `model.lora.target_modules` names gets an adapter."""
 
 
-def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoModelForCausalLM") -> Coverage | None:
+def coverage(config: ModelConfig, key: str = "model.path", auto: str | None = None) -> Coverage | None:
     """Find the part of a model that gets adapters, without loading weights; None if the LoRA rank is 0.
 
     Args:
         config: settings of the model: path and adapters.
         key: the configuration key of the path.
-        auto: name of the class of `transformers` that makes the model.
+        auto: name of the class of `transformers` that makes the model; None for the policy's.
 
     Raises ValueError as `inject` does, and for a model that `transformers` cannot make.
     """
@@ -111,7 +122,9 @@ def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoMode
             config.path or "", trust_remote_code=config.trust_remote_code
         )
         with torch.device("meta"):
-            lm = getattr(transformers, auto).from_config(settings, trust_remote_code=config.trust_remote_code)
+            lm = getattr(transformers, auto or policy_class(config)).from_config(
+                settings, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     inject(lm, replace(config.lora, path=None), key)

@@ -5,7 +5,7 @@ their common prompt (`sharing.py`). Packs lie end to end in one sequence (`atten
 attend over such a sequence, in one row each, padded on the right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,6 +20,25 @@ from pipeline.models.sequence_parallel import Share
 
 
 @dataclass
+class ImageInputs:
+    """The images of one forward pass, with n features in all."""
+
+    index: Tensor
+    """[n] int64, positions of the features in the packed sequence, in ascending order."""
+    pixels: dict[str, Tensor]
+    """Input of the vision tower by name; empty without images."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return a copy on `device`."""
+        pixels = {name: values.to(device, non_blocking=True) for name, values in self.pixels.items()}
+        return type(self)(self.index.to(device, non_blocking=True), pixels)
+
+
+PlaceImages = Callable[[TokenBatch, np.ndarray, np.ndarray, np.ndarray, Tensor], tuple[ImageInputs, Tensor]]
+"""Function such as `ImageReader.place`."""
+
+
+@dataclass
 class ModelInputs:
     """Input of one forward pass: B packs, in which N response tokens of S rows are predicted."""
 
@@ -29,7 +48,8 @@ class ModelInputs:
     lengths: Tensor
     """[B] int64, number of tokens of each pack in `input_ids`."""
     positions: Tensor | None
-    """[1, T] int64, positions in each context; None if packs are padded."""
+    """[1, T] int64, positions in each context; [3, 1, T] with images, in families with three axes; None if packs are
+    padded."""
     packing: Layout | None
     """Layout of the contexts in the sequence; None if packs are padded."""
     logit_index: Tensor
@@ -44,6 +64,8 @@ class ModelInputs:
     """S, the number of rows; 1 if there are none."""
     token_index: np.ndarray
     """[N] int64, index of each response token into arrays of `TokenBatch` of length N; stays on the CPU."""
+    images: ImageInputs | None
+    """The images of the packs; None if the rows have no column of images."""
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with the tensors on `device`."""
@@ -51,7 +73,7 @@ class ModelInputs:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 value = value.to(device, non_blocking=True)
-            moved[name] = value.to(device) if isinstance(value, Layout) else value
+            moved[name] = value.to(device) if isinstance(value, Layout | ImageInputs) else value
         return type(self)(**moved)
 
 
@@ -79,6 +101,7 @@ def pack(
     read: np.ndarray | None = None,
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
+    place_images: PlaceImages | None = None,
 ) -> ModelInputs:
     """Build the model inputs of the contexts in `packs`, in that order.
 
@@ -96,6 +119,9 @@ def pack(
         packed: whether packs lie end to end, for models that can take this (`sharing.Passes`); else packs are padded,
             and each must be one context.
         sequence: ranks among which the positions are divided equally; pad tokens at the end make them divisible.
+        place_images: puts the images of `rows` into the pass; None for a model of text.
+
+    Raises ValueError if rows with images are padded, or `place_images` raises it.
     """
     order = np.asarray([context for members in packs for context in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
@@ -153,16 +179,25 @@ def pack(
     if where is not None and sequence is not None:
         mine = np.flatnonzero(logit_index // (total // ranks) == sequence.rank())
         where = replace(where, share=Share(sequence, torch.from_numpy(mine)))
+    positioned = None if positions is None else torch.from_numpy(positions)
+    images = None
+    if rows.images is not None and place_images is not None:
+        if positioned is None:
+            raise ValueError(
+                "rows with images must be packed, and this model gets padded rows; train it without images"
+            )
+        images, positioned = place_images(rows, order[first], pack_starts, lengths[: len(sizes)], positioned)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),
-        positions=None if positions is None else torch.from_numpy(positions),
+        positions=positioned,
         packing=where,
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(targets),
         row_index=torch.from_numpy(row_index),
         sequences=int(row_number[-1]) + 1 if len(order) else 1,
         token_index=token_index,
+        images=images,
     )
 
 
@@ -172,12 +207,13 @@ def collate(
     pad_token_id: int = 0,
     packed: bool = False,
     sequence: dist.ProcessGroup | None = None,
+    place_images: PlaceImages | None = None,
 ) -> MicroBatch:
     """Build the micro-batch of the contexts in `packs`, in that order. Arguments are as in `pack`.
 
     Tokens that do not train, such as tokens of tools and environments, are in `input_ids`, but are not predicted.
     """
-    inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed, sequence)
+    inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed, sequence, place_images)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
         values = getattr(rows, name)

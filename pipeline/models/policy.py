@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.head import LogitRule, own_rows, token_log_probs
-from pipeline.models.lora import inject
+from pipeline.models.lora import inject, policy_class
 from pipeline.models.mesh import Mesh
+from pipeline.models.packing import ImageInputs
 from pipeline.models.pretrained import (
     Pretrained,
     check_complete,
@@ -27,7 +29,9 @@ from pipeline.models.pretrained import (
     random_states,
     small_head,
 )
+from pipeline.models.processor import load_vision
 from pipeline.models.repeatable import few_tokens
+from pipeline.models.vision import ImageReader
 
 
 class Policy(Pretrained):
@@ -35,13 +39,16 @@ class Policy(Pretrained):
 
     Args:
         lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
+        image_reader: reads the images of prompts; None for text.
 
     Raises ValueError if the head does not reproduce the model's logits, or the model still draws random numbers in
     training mode after dropout was switched off.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, image_reader: ImageReader | None = None) -> None:
         super().__init__(lm)
+        self.image_reader = image_reader
+        self.processor = image_reader and image_reader.vision.processor
         config = lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -59,6 +66,7 @@ class Policy(Pretrained):
         with_entropy: bool = False,
         positions: Tensor | None = None,
         packing: Layout | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute log-probs of `targets` under the policy at `temperature`.
 
@@ -72,12 +80,14 @@ class Policy(Pretrained):
             with_entropy: whether to compute the entropy of each distribution too.
             positions: [1, T] int64, positions in each context, if packed.
             packing: layout of the contexts, if packed.
+            images: images of the prompts, if packed; None for text.
 
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
         share = packing.share if packing else None
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
+        given = self._embed(input_ids, images)
+        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, given)
         if share:
             targets = targets.index_select(0, share.own)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
@@ -99,12 +109,14 @@ class Policy(Pretrained):
         chunk_tokens: int = 1024,
         positions: Tensor | None = None,
         packing: Layout | None = None,
+        images: ImageInputs | None = None,
     ) -> Tensor:
         """[N] float32, sum over the vocabulary of the squared probabilities at the positions `logit_index`.
 
         Arguments are as in `forward`. The policy must not be sharded.
         """
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
+        given = self._embed(input_ids, images)
+        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, given)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -115,6 +127,12 @@ class Policy(Pretrained):
         """Run a forward pass over a few tokens, for `check_repeatable`."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
+
+    def _embed(self, input_ids: Tensor, images: ImageInputs | None) -> dict[str, Any] | None:
+        """Return the arguments of the decoder in place of `input_ids`; None if no images are read."""
+        if self.image_reader is None:
+            return None
+        return self.image_reader.embed(input_ids, images, sharded=isinstance(self, FSDPModule))
 
     @property
     def decoder(self) -> Any:
@@ -160,9 +178,12 @@ def load_policy(
 ) -> Policy:
     """Load the policy of `config.path`. Arguments and errors are as in `load_lm`.
 
-    Raises ValueError also for a model that `Policy` does not support.
+    Raises ValueError also for a model that `Policy` does not support, and as `load_vision` does.
     """
-    return Policy(load_lm(config, key, mesh, longest=longest))
+    lm = load_lm(config, key, mesh, longest=longest)
+    if config.vision == "none":
+        return Policy(lm)
+    return Policy(lm, ImageReader(lm, load_vision(config), config.vision == "trained"))
 
 
 def load_reference(
@@ -200,7 +221,8 @@ def load_lm(
     with_head: bool = True,
     longest: int | None = None,
 ) -> Any:
-    """Load the `transformers` causal language model of `config.path`, in training mode.
+    """Load the `transformers` language model of `config.path`, in training mode; with `config.vision`, one that reads
+    images.
 
     Args:
         config: settings of the model: path, dtype, attention, gradient checkpointing, adapters.
@@ -213,9 +235,9 @@ def load_lm(
     not fit.
     """
     # Imported here because it takes seconds, and every process of the stream imports this module.
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    lm, report = load_pretrained(AutoModelForCausalLM, config, key, mesh, longest)
+    lm, report = load_pretrained(getattr(transformers, policy_class(config)), config, key, mesh, longest)
     missing = set(report["missing_keys"])
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}

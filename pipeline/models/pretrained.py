@@ -35,6 +35,9 @@ class NotLoadedError(ValueError):
 class Pretrained(nn.Module):
     """A module that wraps a whole `transformers` model, `lm`, so that `save_hf` can save it."""
 
+    processor: Any = None
+    """The model's processor of images, which is saved with it; None for a model of text."""
+
     def __init__(self, lm: Any) -> None:
         """Wrap `lm`, and switch its dropout off. Raises ValueError if it still draws random numbers in training."""
         super().__init__()
@@ -160,7 +163,17 @@ def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class _States(tuple[Tensor]):
-    """A decoder's output with `last_hidden_state` as its only entry; every other attribute is None."""
+    """A decoder's output with `last_hidden_state` as its only entry; every other attribute is None.
+
+    It is a tuple and, for families that write `**output`, a mapping.
+    """
+
+    def keys(self) -> list[str]:
+        """Return the names of the entries."""
+        return ["last_hidden_state"]
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(0 if key == "last_hidden_state" else key)
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -180,7 +193,11 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
     """
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
-    with patch.object(decoder, "forward", return_value=_States((hidden,))):
+    # Vision-language models look up embeddings outside of their decoder, and this rank may have a slice of them.
+    with (
+        patch.object(decoder, "forward", return_value=_States((hidden,))),
+        patch.object(lm.get_input_embeddings(), "forward", return_value=hidden),
+    ):
         return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
 
 

@@ -31,7 +31,8 @@ def fix_ropes(model: nn.Module, longest: int | None = None) -> str | None:
     for rope in model.modules():
         kinds = getattr(rope, "rope_type", None)
         config = getattr(rope, "config", None)
-        if config is None or not isinstance(kinds, str | dict):
+        # The positions of a vision tower, in an image, have no limit.
+        if config is None or not hasattr(config, "max_position_embeddings") or not isinstance(kinds, str | dict):
             continue
         # Some families have one for each kind of layer.
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:

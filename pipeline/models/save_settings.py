@@ -25,7 +25,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def save_settings(
-    lm: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None, ends: Sequence[int] = ()
+    lm: Any,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    ends: Sequence[int] = (),
+    processor: Any = None,
 ) -> None:
     """Write all files of a model except weights into `folder`, which has no weights yet.
 
@@ -35,6 +40,7 @@ def save_settings(
         folder: created if it is missing.
         dtype: dtype to write into `config.json`; None keeps the model's.
         ends: ids of the end tokens to write into the generation config; empty keeps the model's.
+        processor: the model's processor of images; None for a model of text.
     """
     if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
         lm.generation_config.eos_token_id = as_stored(ends)
@@ -44,7 +50,9 @@ def save_settings(
             config = copy.deepcopy(lm.config)
             config.dtype = dtype
             config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)  # after the processor, which has a tokenizer of its own
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Passes:
         notes = notes_of(module if decoder is None else decoder)
         if reason is None:
             return cls(True, share_prompts != "never", tuple(notes))
+        if getattr(module, "image_reader", None) is not None:
+            raise ValueError(f"model.vision needs packed rows, but {name} cannot: {reason}")
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
         if decoder is not None:

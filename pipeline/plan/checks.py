@@ -13,7 +13,16 @@ from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.mappings import compose_sections
 from pipeline.derived import chunk_prompts, most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-from pipeline.plan import check_agent, check_algorithm, check_engine, check_offload, check_reward, models, parallel
+from pipeline.plan import (
+    check_agent,
+    check_algorithm,
+    check_engine,
+    check_images,
+    check_offload,
+    check_reward,
+    models,
+    parallel,
+)
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -78,6 +87,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
         learners["critic."] = config.critic.optim, config.critic.fsdp
     yield from sentences(config, check_offload.problems(config.model, learners, config.trainer.use_gpu))
     yield from models.problems(config)
+    yield from check_images.problems(config)
     yield from parallel.problems(config)
     if in_bounds:
         # The arithmetic divides by values that are positive within their bounds.

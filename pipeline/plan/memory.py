@@ -15,6 +15,7 @@ from pipeline.derived import (
     shards_reference,
     uses_baselines,
     uses_critic,
+    uses_images,
     uses_policy_scores,
     uses_reference,
 )
@@ -153,7 +154,7 @@ def estimate(config: Config, models: Models) -> Memory:
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
     critic_weights = 0 if critic is None else critic.parameters * element // workers
     of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers)
-    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers)
+    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers, config.model.vision == "frozen")
     train_critic = None if critic is None else sum(of_critic)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
@@ -253,7 +254,13 @@ def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
 
 
 def _learner(
-    lora: LoraConfig, optim: OptimConfig, model: ModelFiles, shard: int, element: int, workers: int
+    lora: LoraConfig,
+    optim: OptimConfig,
+    model: ModelFiles,
+    shard: int,
+    element: int,
+    workers: int,
+    frozen_tower: bool = False,
 ) -> tuple[int, int, int]:
     """Return the bytes of (weights, gradients, optimiser state) of one worker.
 
@@ -266,9 +273,11 @@ def _learner(
         shard: bytes of base weights in one worker.
         element: bytes per number of the base weights.
         workers: number of workers that share one copy of the weights.
+        frozen_tower: True if the vision tower is not trained.
     """
     if not lora.rank:
-        return shard, shard, _averages(optim, shard, element)
+        trained = shard - frozen_tower * model.tower * element // workers
+        return shard, trained, _averages(optim, trained, element)
     trained = 4 * adapter.count(lora, model.matrices) // workers
     return shard + trained, trained, _averages(optim, trained, 4)
 
@@ -312,7 +321,8 @@ def _row_bytes(config: Config) -> int:
     )
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompts = most_contexts(config)
-    prompt_bytes = prompts * config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
+    images = uses_images(config) * config.data.max_image_bytes
+    prompt_bytes = images + prompts * config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
     return responses * (prompt_bytes + config.data.max_response_length * per_token)
 
 

@@ -13,12 +13,16 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
-from pipeline.derived import reads_reference, uses_critic
+from pipeline.derived import reads_reference, uses_critic, uses_images
 from pipeline.models import adapter, weight_files
 from pipeline.models.architecture import most_positions
 
-TOWERS = ("vision_config", "audio_config")
+VISION = "vision_config"
+TOWERS = (VISION, "audio_config")
 """Keys of `config.json` that only models of images or sound have."""
+
+TOWER = re.compile(r"(?:^|\.)(?:visual|vision_model|vision_tower|connector|multi_modal_projector)\.")
+"""Pattern for names of weights of vision towers and their projectors."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -60,6 +64,10 @@ class ModelFiles:
     """Number of parameters of embeddings and heads."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Number of (outputs, inputs) of each linear layer inside of the model, by name. These layers may get adapters."""
+    family: str = ""
+    """`model_type` of the whole model in `config.json`."""
+    tower: int = 0
+    """Number of parameters of the vision tower and its projector, which `parameters` includes."""
 
     def size(self, name: str, default: int = 0) -> int:
         """Return the number `name` in `config.json`; `default` if it is missing or null."""
@@ -98,7 +106,7 @@ class ModelFiles:
     @property
     def layer(self) -> int:
         """Mean number of parameters per layer."""
-        return (self.parameters - self.tables) // self.layers
+        return (self.parameters - self.tower - self.tables) // self.layers
 
     @property
     def queries(self) -> int:
@@ -146,6 +154,7 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
         _stamps: (name, time of change, bytes) of each file, so a changed file is read again.
     """
     config = weight_files.read_json(folder / weight_files.CONFIG)
+    family = str(config.get("model_type") or "")
     config |= config.get("text_config") or {}
     try:
         shapes = weight_files.model_shapes(folder)
@@ -157,9 +166,12 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
     if config.get("tie_word_embeddings") is True and any(TIED.search(name) for name in shapes):
         # Some files hold the tied head a second time.
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(LM_HEAD)}
+    parameters = sum(map(math.prod, shapes.values()))
+    if config.get(VISION):
+        shapes = {name: shape for name, shape in shapes.items() if not TOWER.search(name)}
     return ModelFiles(
         config=config,
-        parameters=sum(map(math.prod, shapes.values())),
+        parameters=parameters,
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
         tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),
         matrices={
@@ -168,6 +180,8 @@ def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...
             if len(shape) == 2 and name.endswith(".weight") and not TABLES.search(name)
             if ROUTED not in name and not ROUTER.search(name)
         },
+        family=family,
+        tower=parameters - sum(map(math.prod, shapes.values())),
     )
 
 
@@ -192,7 +206,7 @@ def problems(config: Config) -> Iterator[str]:
         used["scoring.reference.path"] = config.scoring.reference.path
     used["reward.model.path"] = config.reward.model.path
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    sizes = {}
+    sizes, images = {}, uses_images(config)
     for key, path in used.items():
         if not path:
             continue
@@ -207,7 +221,7 @@ def problems(config: Config) -> Iterator[str]:
             yield from adapter.problems(lora, model.matrices if model else {}, path, key)
         if model is None:
             continue
-        if towers := [part for part in TOWERS if model.config.get(part)]:
+        if towers := [part for part in TOWERS if model.config.get(part) and not (images and part == VISION)]:
             yield f"{key}={path} has {towers[0]} in its config.json; only models of text can be trained"
         if key in ("model.path", "scoring.reference.path") and (other := not_causal(model)):
             yield f"{key}={path} is {other} by its config.json; give a causal language model"

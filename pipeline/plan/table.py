@@ -75,7 +75,7 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     if uses_engines(config):
         processes = plan.episodes_per_engine
         each = f", up to {processes:,} episodes at once, each with a process" if processes else ""
-        text = f"{config.rollout.name}, {plan.chunks_in_flight_per_engine} chunks in flight{each}"
+        text = f"{config.rollout.name}, up to {plan.chunks_in_flight_per_engine} chunks in flight{each}"
         table.add_row("one engine", text, end_section=True)
     else:
         data = config.data

@@ -20,6 +20,7 @@ from pipeline.derived import (
     uses_agent,
     uses_critic,
     uses_engines,
+    uses_images,
     uses_policy_scores,
     uses_reward_model,
 )
@@ -120,6 +121,10 @@ def unread(config: Config) -> Iterator[str]:
         "rollout.val_kwargs.*": not config.data.val_files,
         "data.val_max_samples": not config.data.val_files,
         "data.shuffle_window_rows": not config.data.shuffle,
+        **dict.fromkeys(
+            ("data.image_key", "data.max_image_bytes", "model.*_pixels"),
+            not uses_images(config),
+        ),
         "data.truncation": config.data.filter_overlong_prompts,
         "rollout.val_kwargs.top_*": sampling.temperature == 0,
         "rollout.enforce_eager": config.rollout.name == "hf",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data import DataConfig
-from pipeline.conversations import Messages, begun_answer, read_messages, rendered
+from pipeline.conversations import Messages, begun_answer, read_messages, rendered, with_images
 from pipeline.errors import short_reason
 from pipeline.models.special_tokens import Spellings, special_tokens
 from pipeline.models.template_arguments import check_template_arguments
@@ -65,8 +65,10 @@ class ChatTokenizer:
         self._template_kwargs = {str(key): value for key, value in data.apply_chat_template_kwargs.items()}
         self._column = f"column {data.prompt_key!r} (data.prompt_key)"
 
-    def encode(self, conversations: Sequence[Any]) -> list[list[int]]:
+    def encode(self, conversations: Sequence[Any], images: Sequence[int] | None = None) -> list[list[int]]:
         """Return the prompt tokens of each conversation, up to the position at which the policy's response begins.
+
+        `images` is the number of images of each conversation; each is one placeholder in the tokens. None: no images.
 
         Raises:
             ValueError: a conversation is not a list of messages, does not end with a message that the policy can
@@ -75,7 +77,11 @@ class ChatTokenizer:
         """
         if not conversations:
             return []
-        messages = [self.read(conversation) for conversation in conversations]
+        counts = images or [0] * len(conversations)
+        messages = [
+            with_images(self.read(conversation, count), count, self._column)
+            for conversation, count in zip(conversations, counts, strict=True)
+        ]
         spellings = [self._special.spellings(some, f"{self._column}: ") for some in messages]
         texts = [self._text(some, spelled) for some, spelled in zip(messages, spellings, strict=True)]
         tokens = self._special.encode(texts, spellings)
@@ -199,6 +205,7 @@ class ChatTokenizer:
             ) from error
         return str(text)
 
-    def read(self, conversation: Any) -> Messages:
-        """Read the messages in the prompt column of a row. Raises ValueError if it does not hold messages."""
-        return read_messages(conversation, self._column)
+    def read(self, conversation: Any, images: int = 0) -> Messages:
+        """Read the messages in the prompt column of a row with `images` images. Raises ValueError if it does not hold
+        messages."""
+        return read_messages(conversation, self._column, images > 0)

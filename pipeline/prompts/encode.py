@@ -12,10 +12,12 @@ import pyarrow as pa
 
 from pipeline.cells import parsed, plain
 from pipeline.conversations import begun_answer
+from pipeline.models.processor import Vision
 from pipeline.prompts.chat import ChatTokenizer
+from pipeline.prompts.images import read_images
 from pipeline.prompts.parquet import MEDIA, Place
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.rows import PROMPT
+from pipeline.rows import IMAGES, PROMPT, prompt_columns
 from pipeline.sampling import RowLimits
 
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
@@ -39,19 +41,29 @@ class Prompt(NamedTuple):
 class PromptEncoder:
     """Convert prompts to rows of the stream, and count the prompts that are left out or cut."""
 
-    def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:
+    def __init__(
+        self,
+        chat: ChatTokenizer,
+        quarantine: Quarantine,
+        limits: RowLimits | None = None,
+        vision: Vision | None = None,
+    ) -> None:
         """Store the parts.
 
         Args:
             chat: converts messages to tokens.
             quarantine: records unusable rows.
             limits: checks what rows request (sampling settings, agents, ground truths); None skips this check.
+            vision: processor of the images in `data.image_key`; None refuses rows with images.
         """
         self.chat = chat
         self.limits = limits
+        self.vision = vision
         self.prompt_key = chat.data.prompt_key
         self.quarantine = quarantine
-        self.media = set(MEDIA)
+        self.columns = COLUMNS if vision is None else pa.schema([*COLUMNS, *IMAGES])
+        """Columns of the rows."""
+        self.media = {*MEDIA, chat.data.image_key}
         """Names of columns that hold images, videos or sound."""
         self.filtered_overlong = 0
         """Number of prompts left out so far because they are longer than `data.max_prompt_length`."""
@@ -59,23 +71,20 @@ class PromptEncoder:
         """Number of prompts cut to `data.max_prompt_length` so far."""
 
     def __call__(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Convert `prompts` to rows with the columns `COLUMNS`, in the same order. Unusable prompts are left out.
+        """Convert `prompts` to rows with the columns `columns`, in the same order. Unusable prompts are left out.
 
         Raises:
             ValueError: more rows are bad than `data.max_bad_rows` allows.
         """
-        messages = [prompt.values.get(self.prompt_key) for prompt in prompts]
         try:
-            together: list[list[int]] | None = self.chat.encode(messages)
+            together: list[_Encoded] | None = self._encode(prompts)
         except ValueError:
             # One of the prompts is unusable. Each is encoded again by itself to find it.
             together = None
         rows = []
         for number, prompt in enumerate(prompts):
             try:
-                check_text_only(prompt.values, self.media)
-                ids = together[number] if together is not None else self.chat.encode([messages[number]])[0]
-                row = self._row(prompt, ids)
+                row = self._row(prompt, *(together[number] if together is not None else self._encode([prompt])[0]))
             except ValueError as error:
                 self.quarantine.add(prompt.place, prompt.values, error)
                 continue
@@ -83,11 +92,20 @@ class PromptEncoder:
                 rows.append(row)
         return rows
 
-    def _row(self, prompt: Prompt, ids: list[int]) -> dict[str, Any] | None:
+    def _encode(self, prompts: list[Prompt]) -> list["_Encoded"]:
+        """Return (prompt tokens with one placeholder for each image, encoded images) of each prompt."""
+        shown = {self.chat.data.image_key} if self.vision else set()
+        for prompt in prompts:
+            check_text_only(prompt.values, self.media - shown)
+        images = [read_images(prompt.values, prompt.place.file, self.chat.data) if shown else [] for prompt in prompts]
+        ids = self.chat.encode([prompt.values.get(self.prompt_key) for prompt in prompts], [len(one) for one in images])
+        return list(zip(ids, images, strict=True))
+
+    def _row(self, prompt: Prompt, ids: list[int], images: list[bytes]) -> dict[str, Any] | None:
         values = prompt.values
         extra_info = values.get("extra_info")
         source, truth = data_source(values), to_json(ground_truth_of(values), "reward_model.ground_truth")
-        messages = self.chat.read(values[self.prompt_key])
+        messages = self.chat.read(values[self.prompt_key], len(images))
         row = {
             "uid": prompt.uid,
             "epoch": prompt.epoch,
@@ -106,12 +124,31 @@ class PromptEncoder:
                 self.limits.check_asks(values.get("agent_name"))
             # The ground truth is checked in the form in which the reward function will get it.
             self.limits.truths(source, values.get("agent_name"), json.loads(truth))
-        fitted = self.chat.fit(ids)
+        expanded = self.vision.expand(ids, images) if self.vision else ids
+        fitted = self.chat.fit(expanded)
         if fitted is None:
             self.filtered_overlong += 1
             return None
-        self.truncated += len(fitted) < len(ids)
-        return row | {"prompt_ids": fitted}
+        self.truncated += len(fitted) < len(expanded)
+        row["prompt_ids"] = fitted
+        if self.vision:
+            row |= {"images": images, "image_hash": [self.vision.hash(image) for image in images]}
+            row["engine_prompt_ids"] = ids
+        return row
+
+
+_Encoded = tuple[list[int], list[bytes]]
+
+
+def first_prompt(table: pa.Table, encoder: PromptEncoder) -> list[tuple[str, str]]:
+    """Return lines (name, text) on the first prompt of `table`: its text, with one placeholder for each image, and its
+    images."""
+    vision = encoder.vision
+    ids = table["prompt_ids" if vision is None else "engine_prompt_ids"][0].as_py()
+    lines = [("first prompt", str(encoder.chat.tokenizer.decode(ids)))]
+    if vision is not None and (images := table["images"][0].as_py()):
+        lines.append(("its images", "; ".join(map(vision.describe, images))))
+    return lines
 
 
 def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
@@ -129,7 +166,7 @@ def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
 
 
 def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
-    """Refuse a row with images, videos or sound; training on them is not supported.
+    """Refuse a row with images, videos or sound that the run cannot train on.
 
     Args:
         values: columns of the row as read.
@@ -168,9 +205,9 @@ def ground_truth_of(values: dict[str, Any]) -> Any:
     return reward_model["ground_truth"]
 
 
-def to_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Convert rows with the columns `COLUMNS` to an Arrow table."""
-    return pa.Table.from_pylist(rows, COLUMNS)
+def to_table(rows: list[dict[str, Any]], columns: pa.Schema = COLUMNS) -> pa.Table:
+    """Convert rows with the columns `columns` to an Arrow table."""
+    return pa.Table.from_pylist(rows, columns)
 
 
 def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.Table:
@@ -180,7 +217,8 @@ def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.
     """
     for name, value in {"split": split, "chunk": chunk, "iteration": iteration}.items():
         table = table.append_column(name, pa.repeat(pa.scalar(value, PROMPT.field(name).type), len(table)))
-    return pa.table(table.select(PROMPT.names).columns, schema=PROMPT)
+    schema = prompt_columns(IMAGES.names[0] in table.column_names)
+    return pa.table(table.select(schema.names).columns, schema=schema)
 
 
 def to_json(value: Any, column: str) -> str:

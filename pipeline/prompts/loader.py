@@ -135,7 +135,7 @@ class PromptLoader:
         """
         self._seek(PromptCursor())
         while rows := self._draw(size, 1, epochs=1):
-            yield to_table(rows)
+            yield to_table(rows, self.encoder.columns)
 
     def generate(self, number: int, count: int) -> list[dict[str, Any]]:
         """Return generated prompts of iteration `number`: at most `count` rows with the columns `encode.COLUMNS`.

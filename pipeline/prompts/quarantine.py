@@ -64,7 +64,7 @@ class Quarantine:
         if name not in self._names:
             self._names.add(name)
             # Values that JSON cannot hold may be the reason why the row is bad.
-            self._write(name, {**place._asdict(), "reason": reason, "content": json.dumps(row, default=repr)})
+            self._write(name, {**place._asdict(), "reason": reason, "content": json.dumps(row, default=_shown)})
         if self.count > self.limit:
             listed = f"they are listed in {self._folder}" if self._folder else "the run has not begun"
             raise ValueError(
@@ -79,3 +79,8 @@ class Quarantine:
         aside = f"{self._folder}/.{name}.tmp"
         pq.write_table(pa.Table.from_pylist([values]), aside, filesystem=self._filesystem)
         self._filesystem.move(aside, f"{self._folder}/{name}")
+
+
+def _shown(value: Any) -> str:
+    """Return the text of a value that JSON cannot hold; images are not repeated."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) and len(value) > 80 else repr(value)

@@ -19,6 +19,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import chunk_prompts, uses_filter
+from pipeline.models.processor import load_vision
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer
@@ -28,7 +29,7 @@ from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.parquet import check_prompts
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.sampler import STATELESS_SAMPLERS, make_sampler
-from pipeline.rows import PROMPT
+from pipeline.rows import prompt_columns
 from pipeline.sampling import RowLimits
 from pipeline.store.client import StoreClient
 from pipeline.store.cursor import PromptCursor
@@ -164,7 +165,8 @@ def loaders(
     # A wrong file is refused before the seconds that importing transformers takes.
     chat = ChatTokenizer(load_tokenizer(model), data)
     quarantine = Quarantine(data.max_bad_rows, run_dir)
-    encoders = {split: PromptEncoder(chat, quarantine, limits[split]) for split in ("train", "val")}
+    vision = load_vision(model) if model.vision != "none" else None
+    encoders = {split: PromptEncoder(chat, quarantine, limits[split], vision) for split in ("train", "val")}
     made = make_sampler(data, seed), make_generator(data, seed)
     training = PromptLoader(train, data, encoders["train"], seed, "train", *made, epochs, run_dir or "", lag)
     return training, PromptLoader(val, data, encoders["val"], seed, "val") if val else None
@@ -219,7 +221,8 @@ class Prompts:
         page = table["id"][0].as_py()
         trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
         made = self._batches(page, trainer) if self._endless else self._iterations(page, trainer)
-        return pa.concat_tables([PROMPT.empty_table(), *made])
+        columns = prompt_columns(self._loader.encoder.vision is not None)
+        return pa.concat_tables([columns.empty_table(), *made])
 
     def _iterations(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
         """Yield the rows of page `page`, without dynamic sampling."""
@@ -303,7 +306,7 @@ class Prompts:
         """
         chunks, size = self._schedule.chunks_per_iteration, self._schedule.chunk_prompts
         for chunk in range(chunks):
-            prompts = to_table(rows[chunk * size : (chunk + 1) * size])
+            prompts = to_table(rows[chunk * size : (chunk + 1) * size], self._loader.encoder.columns)
             yield stamp(prompts, "train", batch * chunks + chunk, iteration)
 
     def _cursor(self, number: int) -> PromptCursor:

@@ -61,4 +61,5 @@ class PolicyScore:
             self._chunk_tokens,
             batch.positions,
             batch.packing,
+            batch.images,
         )

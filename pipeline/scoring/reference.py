@@ -58,4 +58,5 @@ class Reference:
             self._chunk_tokens,
             positions=batch.positions,
             packing=batch.packing,
+            images=batch.images,
         )[0]

@@ -109,9 +109,10 @@ class Replica(Generic[M]):
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
         packs, _ = pack_rows(rows, range(len(rows)), self.max_token_len, self.passes.shared, whole=False)
-        packed = self.passes.packed
+        packed, reader = self.passes.packed, getattr(self.module, "image_reader", None)
+        place = reader and reader.place
         for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len, packed=packed):
-            batch = pack(rows, [packs[i] for i in part], packed=packed).to(self.device)
+            batch = pack(rows, [packs[i] for i in part], packed=packed, place_images=place).to(self.device)
             numbers[batch.token_index] = forward(self.module, batch).float().cpu().numpy()
         return ragged(numbers, rows.row_offsets, FLOATS)
 

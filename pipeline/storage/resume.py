@@ -267,6 +267,14 @@ def keeps_none(run_dir: str | Path) -> bool:
     return file.is_file() and load_yaml(file, Config).trainer.max_ckpt_to_keep == 0
 
 
+def no_checkpoint(run_dir: str | Path) -> str:
+    """Say why a run that has finished cannot be made longer if it keeps no checkpoint."""
+    return (
+        "it kept no checkpoint (trainer.max_ckpt_to_keep=0), so it cannot continue; begin a new run with "
+        f"model.path={run_dir}/model"
+    )
+
+
 def may_differ(key: str) -> bool:
     """Return True if the setting `key` may change in a continued run."""
     allowed = (*MAY_DIFFER, *SUPERVISED_MAY_DIFFER)

@@ -34,7 +34,7 @@ def figures(run_dir: Path) -> tuple[Table, str]:
     records = read_history(run_dir / "metrics.jsonl")
     if not records:
         raise ValueError(f"{run_dir} has no iteration in metrics.jsonl")
-    curves = {f"validation {printable(source)}": curve for source, curve in validation_curves(records).items()}
+    curves = {f"validation {printable(source)}": curve[:2] for source, curve in validation_curves(records).items()}
     curves["training reward"] = column(records, REWARD)
     curves |= {f"log-prob gap, {label}": column(records, name) for label, name in GAPS.items()}
     seconds, memory = column(records, STEP)[1], column(records, MEMORY)[1]

@@ -1,9 +1,11 @@
 """Several runs in one figure and one table, made from their `metrics.jsonl` files.
 
-Left: validation accuracy; right: training reward (faint as measured, thick smoothed). Each run has its own colour,
-marker and dash, so the figure can be read without colours. Runs with different validation data or metrics are refused.
+Left: validation accuracy, with its standard error as a band; right: training reward (faint as measured, thick
+smoothed). Each run has its own colour, marker and dash, so the figure can be read without colours. Runs with different
+validation data or metrics are refused.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from pipeline.track.history import REWARD, VALIDATION, column, read_history, validation_scores
-from pipeline.track.plot import drawable, smoothed, style
+from pipeline.track.history import REWARD, VALIDATION, Curve, column, read_history, validations
+from pipeline.track.plot import band, drawable, smoothed, style
 from pipeline.track.printable import printable
 
 if TYPE_CHECKING:
@@ -38,9 +40,8 @@ class Run:
     judged_by: dict[str, str]
     """The compared metric by data source: `acc`, or `reward` if the reward function gives no `acc`. Empty without
     validation."""
-    validation: tuple[list[int], list[float]]
-    """(Iterations, validation scores); a score is the mean over the data sources. Both lists are empty without
-    validation."""
+    validation: Curve
+    """The validations; a score is the mean over the data sources. All lists are empty without validation."""
     reward: tuple[list[int], list[float]]
     """(Iterations, mean scores of the training responses)."""
     seconds: float | None
@@ -88,7 +89,8 @@ def draw(runs: Sequence[Run]) -> "Figure":
     for number, run in enumerate(runs):
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
         line = {"color": colour, "linestyle": dash, "linewidth": 2, "label": drawable(run.label)}
-        left.plot(*run.validation, **line, marker=MARKERS[number % len(MARKERS)], markersize=6, gid=run.label)
+        band(left, *run.validation, colour)
+        left.plot(*run.validation[:2], **line, marker=MARKERS[number % len(MARKERS)], markersize=6, gid=run.label)
         iterations, rewards = run.reward
         right.plot(iterations, rewards, color=colour, linewidth=0.6, alpha=0.25, gid=f"{run.label} raw")
         right.plot(iterations, smoothed(rewards), **line, gid=f"{run.label} smoothed")
@@ -115,7 +117,7 @@ def table(runs: Sequence[Run]) -> Table:
     for name in ("first", "last", "best", "s/iteration"):
         result.add_column(name, justify="right", no_wrap=True)
     for run in runs:
-        points = list(zip(*run.validation, strict=True))
+        points = list(zip(*run.validation[:2], strict=True))
         cells = ["-"] * 3
         if points:
             best = max(points, key=lambda point: (point[1], -point[0]))
@@ -133,7 +135,7 @@ def _read(folder: Path, label: str) -> Run:
         raise ValueError(f"{folder} holds {missing} metrics.jsonl, so it has no run, or one before its first iteration")
     matches = [match for record in records for match in map(VALIDATION.fullmatch, record) if match]
     judged_by = {match["source"]: match["variable"] for match in sorted(matches, key=lambda match: match["source"])}
-    scores = {record["iteration"]: validation_scores(record) for record in records}
+    scores = {record["iteration"]: validations(record) for record in records}
     # An iteration that lacks a source (all of its rewards failed) would be a mean over other sources than its
     # neighbours.
     validated = {iteration: known for iteration, known in scores.items() if known and known.keys() == judged_by.keys()}
@@ -141,7 +143,12 @@ def _read(folder: Path, label: str) -> Run:
     return Run(
         label=label,
         judged_by=judged_by,
-        validation=(list(validated), [statistics.fmean(known.values()) for known in validated.values()]),
+        validation=Curve(
+            list(validated),
+            [statistics.fmean(score for score, _ in known.values()) for known in validated.values()],
+            # Sources have prompts of their own, so their errors are independent.
+            [math.hypot(*(error for _, error in known.values())) / len(known) for known in validated.values()],
+        ),
         reward=column(records, REWARD),
         seconds=statistics.median(seconds) if seconds else None,
     )

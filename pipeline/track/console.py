@@ -7,6 +7,7 @@ On a terminal the bar shares the screen with other output (Ray's workers, warnin
 redrawn. There the phases are printed until the first iteration, because engine start-up is the longest silence.
 """
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -226,12 +227,13 @@ def _outcome(records: Sequence[Mapping[str, Any]], unit: str) -> list[tuple[str,
         if (found := column(records, name))[1]:
             (first, *_, last), (before, *_, after) = ([*values, values[-1]] for values in found)
             rows.append((name, f"{before:.3f} → {after:.3f}  ({unit} {first} → {last})"))
-    for source, (iterations, scores) in validation_curves(records).items():
+    for source, (iterations, scores, errors) in validation_curves(records).items():
         first, before = iterations[0], scores[0]
         last, after = iterations[-1], scores[-1]
-        text = f"{before:.3f} (iteration {first})"
+        text = f"{before:.3f}{_error(errors[0])} (iteration {first})"
         if len(iterations) > 1:
-            text = f"{before:.3f} → {after:.3f}  {after - before:+.3f}  (iteration {first} → {last})"
+            gain = f"{after - before:+.3f}{_error(math.hypot(errors[0], errors[-1]))}"
+            text = f"{before:.3f} → {after:.3f}  {gain}  (iteration {first} → {last})"
         rows.append((f"validation {printable(source)}", text))
     if explained := column(records, EXPLAINED)[1]:
         rows.append(("critic", f"explains {explained[0]:.2f} → {explained[-1]:.2f} of the variance of the returns"))
@@ -241,3 +243,7 @@ def _outcome(records: Sequence[Mapping[str, Any]], unit: str) -> list[tuple[str,
     if balance := advice(records):
         rows.append(("balance", balance))
     return rows
+
+
+def _error(standard_error: float) -> str:
+    return "" if math.isnan(standard_error) else f" ± {standard_error:.3f}"

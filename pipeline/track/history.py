@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 OWN_KEYS = ("iteration", "time", "elapsed_s")
 """Keys of every record that are not metrics."""
@@ -72,25 +72,42 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     If a source has several such metrics, the one with the largest N counts.
     """
-    found: dict[str, tuple[int, float]] = {}
+    return {source: score for source, (score, _) in validations(metrics).items()}
+
+
+def validations(metrics: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return (score, standard error) by data source, see `validation_scores`. The error is NaN if it is not known, as
+    for a single prompt."""
+    found: dict[str, tuple[int, float, float]] = {}
     for name, value in metrics.items():
         match = VALIDATION.fullmatch(name)
         if match is None or value is None:
             continue
-        samples = int(match["samples"])
-        if samples > found.get(match["source"], (0, 0.0))[0]:
-            found[match["source"]] = (samples, float(value))
-    return {source: value for source, (_, value) in sorted(found.items())}
+        samples, source = int(match["samples"]), match["source"]
+        if samples > found.get(source, (0,))[0]:
+            error = metrics.get(f"val-aux/{source}/{match['variable']}/stderr@{samples}")
+            found[source] = samples, float(value), math.nan if error is None else float(error)
+    return {source: (score, error) for source, (_, score, error) in sorted(found.items())}
 
 
-def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return (validated iterations, scores) by data source, in order of name."""
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+class Curve(NamedTuple):
+    """The validations of one data source."""
+
+    iterations: list[int]
+    scores: list[float]
+    errors: list[float]
+    """Standard error of each score over the prompts; NaN if it is not known."""
+
+
+def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return the validations by data source, in order of name."""
+    curves: dict[str, Curve] = {}
     for record in records:
-        for source, score in validation_scores(record).items():
-            iterations, scores = curves.setdefault(source, ([], []))
-            iterations.append(record["iteration"])
-            scores.append(score)
+        for source, (score, error) in validations(record).items():
+            curve = curves.setdefault(source, Curve([], [], []))
+            curve.iterations.append(record["iteration"])
+            curve.scores.append(score)
+            curve.errors.append(error)
     return dict(sorted(curves.items()))
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.rows import flat, loss_mask, policy_tokens, token_versions
-from pipeline.stats import Stat, Stats, mean, summary
+from pipeline.stats import Stat, Stats, deviations, mean, summary
 from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
 PART = re.compile("reward/.*/mean", re.DOTALL)
@@ -241,9 +241,7 @@ def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any, places: Any)
     stats = {
         "training/rollout_probs_diff_mean": mean(gap.sum(), len(gap)),
         "training/rollout_probs_diff_max": Stat("max", (float(gap.max()),)),
-        "training/rollout_probs_diff_std": Stat(
-            "std", (float(len(gap)), float(gap.mean()), float(((gap - gap.mean()) ** 2).sum()))
-        ),
+        "training/rollout_probs_diff_std": deviations("std", gap),
         "training/rollout_log_probs_diff_mean": mean(log_gap.sum(), len(log_gap)),
         "training/rollout_log_probs_diff_max": Stat("max", (float(log_gap.max()),)),
     }

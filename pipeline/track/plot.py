@@ -1,6 +1,7 @@
 """Draws the learning curve as a picture, from `metrics.jsonl`.
 
-Large panel: validation score per data source and training reward (thin as measured, thick smoothed). Small panels:
+Large panel: validation score per data source, with its standard error as a band, and training reward (thin as
+measured, thick smoothed). Small panels:
 response length, the gap between engine and trainer log-probs, and if the run has them, the critic's explained variance
 and the KL to the reference policy. For a supervised run, the large panel has the losses, and the small panels are
 `SUPERVISED`. Pyplot is not used, because its global state is not safe in a thread.
@@ -160,12 +161,13 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
         axes.plot(iterations, rewards, color="#94a3b8", linewidth=0.7, alpha=0.7, gid="reward")
         label = "training reward (smoothed)"
         axes.plot(iterations, smoothed(rewards), color="#475569", linewidth=2, label=label, gid="reward smoothed")
-    for number, (source, (validated, values)) in enumerate(validation_curves(records).items()):
-        ends = [values[0], *values[1:][-1:]]
+    for number, (source, (validated, values, errors)) in enumerate(validation_curves(records).items()):
+        ends, colour = [values[0], *values[1:][-1:]], COLOURS[number % len(COLOURS)]
+        band(axes, validated, values, errors, colour)
         axes.plot(
             validated,
             values,
-            color=COLOURS[number % len(COLOURS)],
+            color=colour,
             linewidth=2.2,
             marker="o",
             markersize=6,
@@ -173,6 +175,15 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
             gid=f"validation {source}",
         )
     _finish_large(axes, records, "iteration", "score")
+
+
+def band(
+    axes: "Axes", iterations: Sequence[int], scores: Sequence[float], errors: Sequence[float], colour: str
+) -> None:
+    """Draw the standard errors of scores as a band around their line; errors that are not known (NaN) leave gaps."""
+    if not all(map(math.isnan, errors)):
+        low, high = ([score + sign * error for score, error in zip(scores, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(iterations, low, high, color=colour, alpha=0.15, linewidth=0, gid="standard error")
 
 
 def _draw_losses(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:

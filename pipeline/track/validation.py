@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from pipeline.config.agent import AgentConfig
 from pipeline.errors import nearest
-from pipeline.stats import Stat, Stats, mean
+from pipeline.stats import Stat, Stats, deviations, mean
 from pipeline.store.client import StoreClient
 from pipeline.store.events import PromptScores, ValidationScored
 from pipeline.store.policy_store import PolicyStore
@@ -76,7 +76,8 @@ def right(accuracies: Iterable[float | None]) -> list[float]:
 
 
 def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
-    """Compute mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts.
+    """Compute mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts, and stderr@N,
+    the standard error of mean@N over its prompts.
 
     They are computed for the score (`reward`). If the reward function also returns `acc` (0 to 1, whether the answer is
     right) for some row of the source, they are computed for `acc`, too: then `acc` is under `val-core` and the score
@@ -138,8 +139,10 @@ def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[in
     def over_prompts(values: Iterable[float]) -> Stat:
         return mean(math.fsum(values), len(groups))
 
+    means = [math.fsum(scores) / len(scores) for scores, _ in groups]
     stats = {
-        f"{core}/mean@{n}": over_prompts(math.fsum(scores) / len(scores) for scores, _ in groups),
+        f"{core}/mean@{n}": over_prompts(means),
+        f"{aux}/stderr@{n}": deviations("stderr", np.array(means)),
         f"{core}/best@{n}/mean": over_prompts(max(scores) for scores, _ in groups),
         f"{core}/maj@{n}/mean": over_prompts(maj_at_n(scores, answers) for scores, answers in groups),
     }

@@ -245,6 +245,7 @@ class Actor(Learner):
             with_entropy=with_entropy,
             positions=batch.positions,
             packing=batch.packing,
+            images=batch.images,
         )
 
     def _shows_gap(self, number: int) -> bool:

@@ -161,7 +161,9 @@ class Learner(ABC):
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
         """Build the micro-batch of `packs` (lists of context numbers) on this rank's device; see `packing.collate`."""
         packed = (passes or self.passes).packed
-        return collate(rows, packs, packed=packed, sequence=self.mesh.positions).to(self.device)
+        reader = getattr(self.module, "image_reader", None)
+        place = reader and reader.place
+        return collate(rows, packs, packed=packed, sequence=self.mesh.positions, place_images=place).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:
         """Clip the gradient and take one optimiser step; a collective.

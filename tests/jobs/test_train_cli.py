@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import _adapters, main
+from jobs.train import _adapters, _sequel, main
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.config.places import name_from_root
+from pipeline.models.settings import ModelSettings
 from pipeline.plan.models import read_model
 from pipeline.plan.placement import Node
 from pipeline.run.inputs import fingerprints
@@ -196,6 +197,29 @@ def test_a_run_with_nothing_left_to_do_says_so(
     said = f"{trained} has reached iteration 2 of {steps}; nothing is left to do, unless trainer.total_training_steps"
     assert (said in printed) == (steps <= 2)
     assert ("to continue: " in printed and "trainer.total_training_steps=4" in printed) == (steps <= 2 and not dry)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_finished_run_that_kept_no_checkpoint_cannot_be_made_longer(
+    trained: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    settings = [*arguments, "trainer.max_ckpt_to_keep=0"]
+    config = load_config(settings)
+    name_from_root(config)
+    save_yaml(config, trained / "config.yaml")
+    shutil.rmtree(trained / "checkpoints")
+    (trained / "model").mkdir()
+    (trained / "model" / "config.json").touch()
+    ModelSettings.of(config, 2).save(trained / "model")
+    assert main([*settings, f"trainer.total_training_steps={steps}"]) == (0 if steps == 2 else 2)
+    printed = capsys.readouterr()
+    why = "it kept no checkpoint (trainer.max_ckpt_to_keep=0), so it cannot continue; begin a new run with model.path="
+    said = f"iteration 2 of 2; nothing is left to do, {why}" if steps == 2 else f"finished at iteration 2; {why}"
+    assert f"{said}{trained}/model" in printed.out + printed.err
+    assert "is raised" not in printed.out and "to continue: " not in printed.out
+    # So say the last lines of the run itself; one that was stopped keeps its checkpoint.
+    assert _sequel(config, trained, ["train", "x=1"], 2).startswith(f"not possible, {why}")
+    assert _sequel(config, trained, ["train", "x=1"], None).endswith("train x=1")
 
 
 @pytest.mark.parametrize("given", ["runs/mine", "runs/mine/checkpoints/iteration_000002/", "~/runs/mine"])

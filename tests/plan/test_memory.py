@@ -457,3 +457,31 @@ def test_what_a_layer_keeps_is_what_torch_saves(experts):
     settings = ["trainer.use_gpu=true", f"actor.ppo_max_token_len_per_gpu={tokens}", "trainer.num_workers=1"]
     found = estimate(load_config(settings), Models(files, files, files, None))
     assert found.train_activations == pytest.approx((saved[1] - saved[0]) / 2, rel=0.06)
+
+
+def test_memory_of_a_vision_tower(tmp_path):
+    """A frozen tower has weights, but neither gradients nor averages; adapters and layers are the decoder's."""
+    tower = {
+        "visual.blocks.0.attn.qkv.weight": [30, 10],
+        "model.visual.merger.mlp.0.weight": [10, 10],
+        "model.connector.w": [4],
+    }
+    decoder = {"model.layers.0.mlp.up_proj.weight": [8, 8], "model.embed_tokens.weight": [100, 8]}
+    write_model(tmp_path, tower | decoder, vocab_size=100, num_hidden_layers=1, vision_config={"depth": 1})
+    model = read_model(tmp_path)
+    assert model is not None
+    assert (model.tower, model.parameters) == (404, 404 + 64 + 800)
+    assert (model.layer, model.tables, list(model.matrices)) == (64, 800, ["model.layers.0.mlp.up_proj"])
+    models = Models(model, critic=None, reference=None, reward=None)
+    found = {}
+    for vision in ("frozen", "trained"):
+        config = load_config([f"model.path={tmp_path}", *LENGTHS, f"model.vision={vision}", "trainer.num_workers=1"])
+        found[vision] = estimate(config, models)
+        assert found[vision].train_weights == 4 * model.parameters == 4 * found[vision].engine_weights // 2
+    assert found["trained"].train_gradients == 4 * model.parameters
+    assert found["frozen"].train_gradients == 4 * (64 + 800)
+    assert found["frozen"].train_optimizer == 8 * (64 + 800)
+    config.model.vision = "none"
+    text = estimate(config, models)
+    images = config.data.train_batch_size * config.rollout.n * config.data.max_image_bytes
+    assert found["frozen"].rows - text.rows == images

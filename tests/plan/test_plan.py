@@ -74,6 +74,7 @@ def test_episodes_at_once():
     few = small("agent.environment=a:B", "agent.max_episodes=50").notes
     assert any("up to 96 episodes at a time and runs 50 of them" in note for note in few)
     assert "up to 96 episodes at once" in shown("agent.environment=a:B")
+    assert f"up to {small().chunks_in_flight_per_engine} chunks in flight" in shown()
     assert "scored by environment or program " in shown("agent.environment=a:B")
     assert "scored by reward " in shown("agent.tools=[a:b]")
 

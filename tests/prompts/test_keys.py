@@ -64,6 +64,7 @@ SHOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.apply_chat_template_kwargs": ({"shout": True}, {}),
 }
 ELSEWHERE = {
+    **dict.fromkeys(("data.image_key", "data.max_image_bytes"), "prompts with images, tests/prompts/test_images.py"),
     "data.max_response_length": "asked of the engine, tests/rollout/test_stage.py",
     **dict.fromkeys(("data.recorded_run", "data.recorded_iterations"), "a replay, tests/prompts/test_stage.py"),
 }

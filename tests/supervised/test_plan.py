@@ -100,3 +100,13 @@ def test_unknown_trackers_are_refused(tmp_path: Path, tiny_model: Path, capsys: 
     for job in (sft, dpo, reward_model):
         assert job.main(start) == 2
         assert "trainer.logger: mlfow is unknown; choose from console, mlflow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", [sft, dpo, reward_model], ids=lambda job: job.__name__)
+def test_supervised_runs_read_no_images(
+    job: Any, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write(tmp_path / "a.parquet", 44)
+    given = [f"model.path={tiny_model}", f"data.train_files={files}", f"out={tmp_path / 'out'}", "model.vision=frozen"]
+    assert job.main([*given, *DRY]) == 2
+    assert "model.vision=frozen: only `train` can read images; leave it out" in capsys.readouterr().err

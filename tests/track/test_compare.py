@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.track.compare import COLOURS, DASHES, MARKERS, Run, draw, read_runs, table
+from pipeline.track.history import Curve
 from pipeline.track.plot import save, smoothed
 from tests.track.run_folders import write_run
 
@@ -53,7 +54,7 @@ def test_the_figure_holds_the_runs(folders: list[Path]) -> None:
 
 
 def test_five_runs_can_be_told_apart_without_colours() -> None:
-    runs = [Run(str(i), {"s": "acc"}, ([0, 1], [0.1, 0.2]), ([1], [0.3]), None) for i in range(5)]
+    runs = [Run(str(i), {"s": "acc"}, Curve([0, 1], [0.1, 0.2], [0.01, 0.01]), ([1], [0.3]), None) for i in range(5)]
     lines = draw(runs).axes[0].lines
     assert len({line.get_marker() for line in lines}) == len({line.get_color() for line in lines}) == 5
     assert len(COLOURS) == len(set(COLOURS)) == len(set(MARKERS)) == len(set(DASHES))
@@ -73,11 +74,14 @@ def test_the_table_tells_first_last_best_and_pace(folders: list[Path]) -> None:
 
 def test_several_sources_are_averaged_where_all_are_known(tmp_path: Path) -> None:
     first = {"iteration": 0, "val-core/a/acc/mean@1": 0.2, "val-core/b/reward/mean@1": 0.6}
+    first |= {"val-aux/a/acc/stderr@1": 0.03, "val-aux/b/reward/stderr@1": 0.04}
     run = write_run(tmp_path / "run", first, {"iteration": 5, "val-core/a/acc/mean@1": 0.9}, first | {"iteration": 9})
     (read,) = read_runs([run])
     assert read.judged_by == {"a": "acc", "b": "reward"}
-    assert read.validation[0] == [0, 9] and read.validation[1] == pytest.approx([0.4, 0.4])
+    assert read.validation.iterations == [0, 9] and read.validation.scores == pytest.approx([0.4, 0.4])
+    assert read.validation.errors == pytest.approx([0.025, 0.025])
     figure = draw([read])
+    assert len(figure.axes[0].collections) == 1
     assert figure.axes[0].get_ylabel() == "score (a, b)" and list(table([read]).columns[4].cells) == ["-"]
 
 

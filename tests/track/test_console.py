@@ -95,6 +95,17 @@ def test_summary_tells_before_and_after_and_keeps_commands_whole() -> None:
     assert "warning: mlflow lacks records" in lines
 
 
+def test_summary_tells_the_standard_errors() -> None:
+    metrics = (
+        {"val-core/a/acc/mean@1": score, "val-aux/a/acc/stderr@1": 0.01 * i} for score, i in ((0.3, 3), (0.5, 4))
+    )
+    records = [{"iteration": i} | named for i, named in enumerate(metrics)]
+    for count, line in ((2, "0.300 → 0.500  +0.200 ± 0.050  (iteration 0 → 1)"), (1, "0.300 ± 0.030 (iteration 0)")):
+        console, out = _console()
+        console.summary("finished", records[:count], {})
+        assert f"validation a  {line}" in out.getvalue()
+
+
 def test_summary_tells_what_a_critic_explains() -> None:
     console, out = _console()
     records = [{"iteration": i, "critic/vf_explained_var": value} for i, value in ((1, -0.5), (2, None), (3, 0.625))]

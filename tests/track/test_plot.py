@@ -44,6 +44,19 @@ def test_axes_hold_the_data() -> None:
     assert "validation countdown: 0.000 → 0.300" in legend
 
 
+def test_a_band_is_the_standard_error_of_each_validation() -> None:
+    records = _records()
+    assert not draw(records, "").axes[0].collections
+    for record in records[10:]:
+        if "val-core/countdown/reward/mean@1" in record:
+            record["val-aux/countdown/reward/stderr@1"] = 0.02
+    (band,) = draw(records, "").axes[0].collections
+    assert band.get_gid() == "standard error"
+    corners = {tuple(point) for path in band.get_paths() for point in path.vertices.round(3).tolist()}
+    # The first validation has none.
+    assert corners == {(i, round(i / 100 + sign * 0.02, 3)) for i in (10, 20, 30) for sign in (-1, 1)}
+
+
 def _titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
 

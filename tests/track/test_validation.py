@@ -52,6 +52,8 @@ def test_validation_by_hand():
             "val-core/s/reward/maj@4/mean": 0.5,
             "val-aux/s/reward/worst@4/mean": 0.0,
             "val-aux/s/reward/std@4": (0.5 + math.sqrt(3 / 16)) / 2,
+            # The means of the two prompts are 1/2 and 1/4; source dir/t has only one prompt.
+            "val-aux/s/reward/stderr@4": 1 / 8,
             "val-aux/s/reward/best@2/mean": (5 / 6 + 3 / 6) / 2,
             "val-aux/s/reward/worst@2/mean": (1 / 6 + 0) / 2,
             "val-aux/s/reward/error_rate": 0.0,
@@ -61,6 +63,14 @@ def test_validation_by_hand():
             "val-aux/dir/t/reward/error_rate": 0.0,
         }
     )
+
+
+def test_the_standard_error_of_right_answers_is_the_binomial_one():
+    prompts = [("s", f"{i}", float(i < 30), "x", json.dumps({"acc": int(i < 30)})) for i in range(100)]
+    got = reduce(metrics_of(validation(*part)) for part in (prompts[:37], prompts[37:]))
+    assert got["val-core/s/acc/mean@1"] == pytest.approx(0.3)
+    assert got["val-aux/s/acc/stderr@1"] == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
+    assert got["val-aux/s/reward/stderr@1"] == got["val-aux/s/acc/stderr@1"]
 
 
 def test_validation_merges_over_ranks():

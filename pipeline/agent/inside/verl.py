@@ -177,10 +177,10 @@ def entries(path: str) -> list[dict[str, Any]]:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             found = yaml.safe_load(file)["tools"]
         for entry in found:
-            if (entry.get("config") or {}).get("type", "native") != "native":
-                raise ValueError(
-                    f"{path}: a tool of the type {entry['config']['type']} cannot be used, only native ones"
-                )
+            kind = "mcp" if "mcp" in entry else (entry.get("config") or {}).get("type", "native")
+            if kind != "native":
+                advice = "; write its servers into agent.tools as mcp: COMMAND or mcp: URL" if kind == "mcp" else ""
+                raise ValueError(f"{path}: a tool of the type {kind} cannot be used, only native ones{advice}")
             if "." not in entry["class_name"]:
                 raise ValueError(f"{path}: class_name is {entry['class_name']}; expected module.Class")
     except FileNotFoundError:

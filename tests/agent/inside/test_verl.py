@@ -201,8 +201,9 @@ def test_a_tool_that_answers_with_an_image_fails_its_row(tmp_path: Path) -> None
         (
             "a.yaml",
             "tools: [{class_name: x.Y, config: {type: mcp}}]",
-            "a tool of the type mcp cannot be used",
+            "only native ones; write its servers into agent.tools as mcp: COMMAND or mcp: URL",
         ),
+        ("a.yaml", "tools: [{class_name: x.Y, mcp: {}}]", "a tool of the type mcp cannot be used"),
         ("a.yaml", "tools: [{class_name: Y}]", "class_name is Y; expected module.Class"),
         (
             "a.yaml",

@@ -1,0 +1,58 @@
+"""Check the settings of a run whose prompts have images (`model.vision`)."""
+
+import contextlib
+from collections.abc import Iterator
+
+from pipeline.config import Config
+from pipeline.config.bounds import sentences
+from pipeline.derived import reads_reference, uses_agent, uses_critic, uses_engines, uses_images, uses_reward_model
+from pipeline.models.processor import why_not
+from pipeline.plan.models import VISION, read_model
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per setting that does not fit to prompts with images, or does nothing without them."""
+    if not uses_images(config):
+        return
+    yield f"model.vision={config.model.vision}: engines cannot take images in this version; set model.vision=none"
+    yield from sentences(config, _settings(config))
+    paths = {"model.path": config.model.path}
+    if reads_reference(config):
+        paths["scoring.reference.path"] = config.scoring.reference.path
+    for key, path in paths.items():
+        # Damaged folders are reported with all models of the run.
+        with contextlib.suppress(ValueError):
+            if path and (model := read_model(path)) is not None:
+                if not model.config.get(VISION):
+                    yield f"{key}={path} has no {VISION} in its config.json, but model.vision={config.model.vision}"
+                elif reason := why_not(model.family):
+                    yield f"{key}={path} is of the family {model.family}, which cannot be trained on images: {reason}"
+
+
+def _settings(config: Config) -> dict[str, object]:
+    data, model, parallel = config.data, config.model, config.actor.parallel
+    low, high = model.min_pixels, model.max_pixels
+    return {
+        "{model.vision}, {data.truncation}: a cut prompt loses placeholders of its images; set data.truncation=error, "
+        "or data.filter_overlong_prompts=true": (data.truncation != "error" and not data.filter_overlong_prompts),
+        "{model.min_pixels} is above {model.max_pixels}; lower it": low is not None and high is not None and low > high,
+        "{model.vision} and {actor.parallel.sequence}: positions with images cannot be divided; set "
+        "actor.parallel.sequence=1": parallel.sequence > 1,
+        "{model.vision} and {actor.parallel.tensor}: a vision tower cannot be divided; set actor.parallel.tensor=1": (
+            parallel.tensor > 1
+        ),
+        "{model.vision} and {model.lora.rank}: adapters train only the decoder; set model.vision=frozen": (
+            model.vision == "trained" and model.lora.rank
+        ),
+        "{model.vision} and {model.lora.weight_sync}: engines cannot read images with an adapter only; set "
+        "model.lora.weight_sync=merged": model.lora.alone,
+        "{model.vision} and {rollout.update_kv}: a prompt would have features of two versions of the tower; set "
+        "rollout.update_kv=recompute": model.vision == "trained" and config.rollout.update_kv == "keep",
+        "{model.vision} and {algorithm.adv_estimator}: a critic cannot read images; choose an estimator without it, "
+        "such as grpo": uses_critic(config),
+        "{model.vision} and {reward.model.path}: a reward model reads only text; leave it out": (
+            uses_reward_model(config)
+        ),
+        "{model.vision}: episodes (agent) cannot have images; leave one out": uses_agent(config),
+        "{model.vision} and {data.recorded_run}: a recording has no images; leave one out": not uses_engines(config),
+    }

@@ -1,0 +1,101 @@
+"""Settings of a run with images that cannot be: one sentence each, with its keys."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.plan import check_images
+from pipeline.plan.checks import check
+from pipeline.plan.models import problems
+from pipeline.plan.without_effect import unread
+from tests.plan.test_checks import good, refusal
+from tests.sentences import Named
+
+ON = "model.vision=frozen"
+QWEN = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": {"model_type": "qwen2_5_vl_text"}}
+
+
+def found(*overrides: str) -> list[str]:
+    """The sentences of a run with images, without the one that every such run gets."""
+    first, *others = check_images.problems(good(*overrides))
+    assert "engines cannot take images" in first
+    return others
+
+
+def test_engines_cannot_take_images_yet(named: Named) -> None:
+    named(refusal(ON), "model.vision")
+    check(good())
+    assert not list(check_images.problems(good("data.truncation=left"))), "a run of text has none of these limits"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "model.vision=trained",
+        "model.share_prompts=never",
+        "data.truncation=left data.filter_overlong_prompts=true",
+        "model.min_pixels=784 model.max_pixels=784",
+        "model.lora.rank=4 model.lora.weight_sync=merged",
+        "actor.use_kl_loss=true",
+    ],
+)
+def test_settings_that_fit(overrides: str) -> None:
+    assert found(ON, *overrides.split()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("data.truncation=left", "model.vision data.truncation data.filter_overlong_prompts"),
+        ("model.min_pixels=9 model.max_pixels=8", "model.min_pixels model.max_pixels"),
+        ("actor.parallel.sequence=2", "model.vision actor.parallel.sequence"),
+        ("actor.parallel.tensor=2", "model.vision actor.parallel.tensor"),
+        ("model.vision=trained model.lora.rank=4", "model.vision model.lora.rank"),
+        ("model.lora.rank=4 model.lora.weight_sync=adapter", "model.vision model.lora.weight_sync"),
+        ("model.vision=trained rollout.update_kv=keep", "model.vision rollout.update_kv"),
+        ("algorithm.adv_estimator=gae", "model.vision algorithm.adv_estimator"),
+        ("reward.model.path=owner/judge", "model.vision reward.model.path"),
+        ("agent.environment=my_game:Game", "model.vision agent"),
+        ("data.recorded_run=runs/a", "model.vision data.recorded_run"),
+    ],
+)
+def test_settings_that_exclude_images(overrides: str, keys: str, named: Named) -> None:
+    (sentence,) = found(ON, *overrides.split())
+    named(sentence, keys)
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (QWEN, []),
+        ({"model_type": "qwen3", "vocab_size": 100}, ["model.path vision_config model.vision"]),
+        (QWEN | {"model_type": "gemma3"}, ["model.path gemma3 attend"]),
+        (QWEN | {"model_type": "llava"}, ["model.path llava names"]),
+        (QWEN | {"model_type": "internvl"}, ["model.path internvl tried"]),
+    ],
+)
+def test_families(tmp_path: Path, config: dict, keys: list[str], named: Named) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sentences = found(ON, f"model.path={tmp_path}")
+    for sentence, wanted in zip(sentences, keys, strict=True):
+        named(sentence, wanted)
+
+
+def test_a_tower_is_read_only_with_images(tmp_path: Path, named: Named) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = f"model.path={tmp_path}"
+    (sentence,) = problems(good(path))
+    named(sentence, "model.path vision_config")
+    assert not list(problems(good(path, ON)))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"audio_config": {"depth": 2}}))
+    (sentence,) = problems(good(path, ON))
+    assert "audio_config" in sentence
+
+
+def test_settings_of_images_are_not_read_without_images() -> None:
+    given = ["data.image_key=pictures", "data.max_image_bytes=5", "model.min_pixels=1", "model.max_pixels=2"]
+    assert sorted(unread(good(*given))) == sorted(given)
+    assert not list(unread(good(*given, ON)))
