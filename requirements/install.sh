@@ -66,7 +66,7 @@ if [ "$accelerator" = sglang-cpu ]; then
     # SGLang's server needs none of Slipstream's packages, and on CPUs a stand-in for its kernels.
     cp -r "$here/sgl_kernel" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
     touch "$stamp"
-    say "done; the runs of this folder find it, others by rollout.engine_python=$PWD/$venv/bin/python"
+    say "done; the runs of this folder find it, others by rollout.engine_python=$(cd "$venv" && pwd)/bin/python"
     exit
 fi
 wheel=$(find "$here" -maxdepth 1 -name 'slipstream_rl-*.whl')

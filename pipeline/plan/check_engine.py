@@ -54,8 +54,8 @@ def _sglang(config: Config) -> Iterator[str]:
     rollout = config.rollout
     problem = environment_problem(rollout.engine_python)
     table: dict[str, object] = {
-        "rollout.engine_kwargs.enable_deterministic_inference=true is a mode of SGLang's kernels for GPUs; leave it out "
-        "on CPUs ({rollout.num_gpus}), and set rollout.seed_per_request=false": (
+        "rollout.engine_kwargs.enable_deterministic_inference=true is a mode of SGLang's kernels for GPUs; leave it "
+        "out on CPUs ({rollout.num_gpus}), and set rollout.seed_per_request=false": (
             rollout.engine_kwargs.get("enable_deterministic_inference") and rollout.num_gpus == 0
         ),
         f"{{rollout.engine_python}} {problem}": problem,

@@ -4,8 +4,8 @@
     fill a buffer ──► its manifest, in a request ──► map the buffer, load it into the model
     read the report ◄── the engine's answer ◄─────── write a report to the head of the buffer
 
-A buffer is anonymous memory, which the reader opens by the path of the writer's file descriptor. It has no name that
-could be left behind. Two buffers take turns, and are used again for each version, because fresh memory is slow: the
+A buffer is anonymous memory, which the reader opens by the path of the writer's file descriptor. It has no name, so
+nothing is left of it. Two buffers take turns, and are used again for each version, because fresh memory is slow: the
 first access to each page costs more than the copy.
 """
 

@@ -47,7 +47,7 @@ class Client:
         Raises:
             TimeoutError: the server did not answer in time.
             ValueError: the server refused the request; the text has its reason.
-            OSError: there is no connection to the server.
+            OSError: the server cannot be reached.
         """
         return self.begin(path, body, timeout).result()
 

@@ -50,7 +50,7 @@ SPARE = 8
 
 
 class SGLang:
-    """SGLang's server, behind the protocol `Engine`.
+    """SGLang's server with the protocol `Engine`.
 
     Args:
         model, rollout, max_model_len, seed: as in `engines.build`.

@@ -1,7 +1,7 @@
 """SGLang's server as a child of the engine's process, in an environment of its own.
 
 The server listens on 127.0.0.1, with a key that is made at random. The kernel kills it when the thread that started it
-ends, in whatever way, and SGLang's other processes die with the server.
+ends or is killed, and SGLang's other processes die with the server.
 """
 
 import os
