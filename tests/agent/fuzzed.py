@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pipeline.rollout.vllm import seed_of
 
 from pipeline import rows
 from pipeline.agent import Call
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.config import Config
+from pipeline.rollout.seeds import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.oracle import CALLS, ENDS, Asked, Oracle, Wrong, per_token
