@@ -147,11 +147,10 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
         tried = dry_call(first, config.reward, parts, config.agent) | tried
     notes = [set_aside, *(note for loader in both for note in loader.notes())]
     lines = [("note", note) for note in dict.fromkeys(notes) if note]
-    tokenizer = training.encoder.chat.tokenizer
     if uses_agent(config):
         from pipeline.rollout.dry import dry_episodes
 
-        lines += dry_episodes(config, tokenizer, first, calls)
+        lines += dry_episodes(config, training.encoder.chat.tokenizer, first, calls)
     if first:
         source_name = first[0]["data_source"][0].as_py()
         if not uses_agent(config):

@@ -171,16 +171,11 @@ class Dying(Answers):
     folder: Path
     times = 1
     killed = True
-    _asked = 0
-
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        self._asked = int(prompt["cache_salt"][1:])
-        super().add_request(request_id, prompt, params)
 
     def step(self) -> list[Any]:
         deaths = self.folder / "deaths"
         count = deaths.stat().st_size if deaths.exists() else 0
-        if self._asked == 1 and count < self.times:
+        if self._running and self._version == 1 and count < self.times:
             with deaths.open("a") as file:
                 file.write("x")
             if self.killed:

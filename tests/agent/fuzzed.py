@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pipeline.rollout.vllm import seed_of
 
 from pipeline import rows
 from pipeline.agent import Call
 from pipeline.agent.inside.frames import MAX_REASON
 from pipeline.config import Config
+from pipeline.rollout.seeds import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 from tests.agent.hostile_values import LITERALS
 from tests.agent.oracle import CALLS, ENDS, Asked, Oracle, Wrong, per_token
@@ -108,7 +108,8 @@ class FuzzPlace(Place):
 
     def watch(self, engine: Any) -> None:
         """Write down every request of the engine and every output."""
-        add, step = engine.add_request, engine.step
+        llm = engine.llm
+        add, step = llm.add_request, llm.step
 
         def added(request_id: str, prompt: Any, params: Any) -> Any:
             self.asked[request_id] = Asked(list(prompt["prompt_token_ids"]), params.seed)
@@ -125,7 +126,7 @@ class FuzzPlace(Place):
                 asked.versions = tuple(int(s.version) for s in made.weight_versions for _ in range(s.start, s.end))
             return outputs
 
-        engine.add_request, engine.step = added, stepped
+        llm.add_request, llm.step = added, stepped
 
     def fit(self) -> dict[str, Any]:
         """Weights that write calls, broken calls and short texts, and end most of them."""

@@ -332,14 +332,14 @@ class Played(Episodes):
         super().__init__(*args)
         self._after, self.asked = after, 0
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             self.asked += 1
             self._after(self.asked)
             chat_format = self._agents[None]._chat_format
             assert chat_format is not None
             answer = np.array(chat_format.bridge.answer("1" * (turn + 1), []), np.int32)
-            return Generation(answer, np.zeros(len(answer), np.float32), "stop", ((version, len(answer)),))
+            return Generation(answer, np.zeros(len(answer), np.float32), "stop", ((0, len(answer)),))
 
         return ask
 

@@ -24,7 +24,8 @@ def _rows(iteration: int, chunk: int, *, split: str = "train", offset: int = 0, 
         elif field.type == CONTEXTS:
             columns[field.name] = [[{"prompt": [3], "tokens": 2}]] * rows
         elif pa.types.is_list(field.type):
-            columns[field.name] = [[1, 2]] * rows
+            binary = pa.types.is_binary(field.type.value_type)
+            columns[field.name] = [[b"png"] if binary else [1, 2]] * rows
         elif pa.types.is_string(field.type):
             columns[field.name] = ["text"] * rows
         else:
