@@ -30,7 +30,7 @@ class EngineFacts:
     arguments: tuple[str, ...] | None
     """Names allowed in `rollout.engine_kwargs`; None for the fields of vLLM's `EngineArgs`."""
     seeds_with: str | None = None
-    """Name of the argument in `rollout.engine_kwargs` with which an engine without `seeds` obeys them."""
+    """Name of the argument in `rollout.engine_kwargs` with which an engine without `seeds` uses them."""
 
 
 SGLANG_ARGUMENTS = (

@@ -296,7 +296,7 @@ def body(request_id: str, request: EngineRequest, version: int, seeds: bool) -> 
         request_id: id of the request.
         request: the request.
         version: policy version of the weights.
-        seeds: true if the server is in its deterministic mode, in which it obeys seeds.
+        seeds: true if the server is in its deterministic mode, in which it uses seeds.
     """
     own = request.sampling
     chosen: dict[str, Any] = {

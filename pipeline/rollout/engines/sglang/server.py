@@ -26,7 +26,7 @@ sys.argv[:2] = ["sglang.launch_server"]
 sys.argv += ["--api-key", os.environ.pop("SLIPSTREAM_SGLANG_KEY")]
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""Code of the child: it asks for its death with its parent (PR_SET_PDEATHSIG) before it becomes the server. The key
+"""Code of the child, which sets its death with its parent (PR_SET_PDEATHSIG) before it becomes the server. The key
 comes by the environment, since every user of the machine can read command lines."""
 INSIDE = Path(__file__).parent / "inside"
 TAKEN = "address already in use"
