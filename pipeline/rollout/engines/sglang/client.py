@@ -68,8 +68,9 @@ class Client:
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout: float | None) -> Any:
         if self._session is None:
-            limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-            self._session = aiohttp.ClientSession(self._url, headers=self._headers, **limits)  # type: ignore[arg-type]
+            # The server closes a connection that was idle for some seconds, maybe while the next request is sent on it.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(self._url, headers=self._headers, connector=connector)
         own = aiohttp.ClientTimeout(total=timeout)
         async with self._session.post(path, json=body, timeout=own) as answer:
             text = await answer.text()
