@@ -6,6 +6,9 @@ The checks of a run read them, and refuse by name each setting that the chosen e
 
 from dataclasses import dataclass
 
+SGLANG_PYTHON = ".venv-sglang/bin/python"
+"""Interpreter of SGLang's environment if `rollout.engine_python` is null, relative to the folder of the command."""
+
 
 @dataclass(frozen=True)
 class EngineFacts:

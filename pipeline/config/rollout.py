@@ -33,9 +33,9 @@ class RolloutConfig:
     machines without vLLM, and to learn whether a problem is the engine's. `sglang` is SGLang's server, a child process
     with an environment of its own."""
 
-    engine_python: str = setting(".venv-sglang/bin/python", path="program")
-    """Interpreter of SGLang's environment (`name=sglang`), which `make sglang-env` makes, on every machine with
-    engines."""
+    engine_python: str | None = setting(None, path="program")
+    """Interpreter of SGLang's environment (`name=sglang`) on every machine with engines. Null is
+    `.venv-sglang/bin/python` in the folder of the command, which `make sglang-env` makes."""
 
     n: int = setting(8, at_least=1)
     """Number of responses per training prompt (group size)."""

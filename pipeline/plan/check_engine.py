@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.config.engines import FACTS
+from pipeline.config.engines import FACTS, SGLANG_PYTHON
 from pipeline.errors import nearest
 from pipeline.plan.engine_arguments import engine_arguments
 
@@ -52,13 +52,14 @@ def problems(config: Config) -> Iterator[str]:
 def _sglang(config: Config) -> Iterator[str]:
     """Yield sentences on SGLang's environment, and on its deterministic mode."""
     rollout = config.rollout
-    problem = environment_problem(rollout.engine_python)
+    python = rollout.engine_python or SGLANG_PYTHON
+    problem = environment_problem(python)
     table: dict[str, object] = {
         "rollout.engine_kwargs.enable_deterministic_inference=true is a mode of SGLang's kernels for GPUs; leave it "
         "out on CPUs ({rollout.num_gpus}), and set rollout.seed_per_request=false": (
             rollout.engine_kwargs.get("enable_deterministic_inference") and rollout.num_gpus == 0
         ),
-        f"{{rollout.engine_python}} {problem}": problem,
+        f"rollout.engine_python={python} {problem}": problem,
     }
     yield from sentences(config, table)
 

@@ -128,6 +128,7 @@ def unread(config: Config) -> Iterator[str]:
         "data.truncation": config.data.filter_overlong_prompts,
         "rollout.val_kwargs.top_*": sampling.temperature == 0,
         "rollout.enforce_eager": config.rollout.name == "hf",
+        "rollout.engine_python": config.rollout.name != "sglang",
         "rollout.update_kv": config.rollout.weight_update == "between_chunks",
         "rollout.cpu_kvcache_space_gb": config.rollout.num_gpus > 0,
         "rollout.gpu_memory_utilization": config.rollout.num_gpus == 0,

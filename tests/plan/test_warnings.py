@@ -132,6 +132,8 @@ def test_what_is_probably_not_meant_is_noted(overrides, keys, named):
         (f"{VALIDATES} rollout.val_kwargs.top_p=0.5", "rollout.val_kwargs.top_p=0.5"),
         (f"{KL} algorithm.kl_ctrl.horizon=5", "algorithm.kl_ctrl.horizon=5"),
         (f"{TEN} trainer.total_epochs=3", "trainer.total_epochs=3"),
+        ("rollout.engine_python=other/bin/python", "rollout.engine_python=other/bin/python"),
+        ("rollout.name=hf rollout.enforce_eager=true", "rollout.enforce_eager=true"),
     ],
 )
 def test_settings_that_nothing_reads_are_listed(overrides, unread):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.config.engines import SGLANG_PYTHON
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.errors import EngineDead, FinalError
@@ -219,12 +220,13 @@ class SGLang:
 
 def python(rollout: RolloutConfig) -> str:
     """Return the interpreter of SGLang's environment. Raises ValueError if it is not on this machine."""
-    if not os.access(rollout.engine_python, os.X_OK):
+    path = rollout.engine_python or SGLANG_PYTHON
+    if not os.access(path, os.X_OK):
         raise ValueError(
-            f"rollout.engine_python={rollout.engine_python} is not on the machine {socket.gethostname()}; make the "
-            "environment there with `make sglang-env`"
+            f"rollout.engine_python={path} is not on the machine {socket.gethostname()}; make the environment there "
+            "with `make sglang-env`"
         )
-    return rollout.engine_python
+    return os.path.abspath(path)
 
 
 def variables(rollout: RolloutConfig) -> dict[str, str]:
