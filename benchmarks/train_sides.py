@@ -135,10 +135,9 @@ def model(shape: Shape) -> Any:
 def _attend_row_by_row(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, ends: list[int], **_: Any
 ) -> tuple[torch.Tensor, None]:
-    found = [
-        scaled_dot_product_attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling)
-        for a, b in zip(ends, ends[1:], strict=False)
-    ]
+    grouped = query.shape[1] != key.shape[1]
+    rows = [[states[:, :, a:b] for states in (query, key, value)] for a, b in zip(ends, ends[1:], strict=False)]
+    found = [scaled_dot_product_attention(*row, is_causal=True, scale=scaling, enable_gqa=grouped) for row in rows]
     return torch.cat(found, 2).transpose(1, 2), None
 
 
