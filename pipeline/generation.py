@@ -8,11 +8,24 @@ from pipeline.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a prompt, in order."""
+
+    encoded: tuple[bytes, ...]
+    """The images as in their files."""
+    hashes: tuple[bytes, ...]
+    """Hash of each image with the processor's settings."""
+    prompt_ids: list[int]
+    """Token ids of the prompt with one placeholder for each image."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One response for an engine to generate."""
 
     prompt_ids: list[int]
-    """Token ids of the prompt. Engines keep this list, so it must not be changed."""
+    """Token ids of the prompt, with a placeholder for each feature of an image. Engines keep this list, so it must not
+    be changed."""
     sampling: Sampling
     seed: int | None = None
     """Seed of the response, below 2^63; None leaves it to the engine."""
@@ -20,6 +33,8 @@ class EngineRequest:
     """Ids of tokens that end the response, in addition to the end tokens in the model's files."""
     ignore_eos: bool = False
     """True to go on generating past all of them."""
+    images: PromptImages | None = None
+    """Images of the prompt; None if it has only text."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class EngineFacts:
     """The engine can split a model over several GPUs."""
     quantised: bool
     """The engine can read models with quantised weights."""
+    images: bool
+    """The engine can read images in prompts (`model.vision`)."""
     own_models: bool
     """The engine has code of its own for models, also of families that `transformers` cannot load."""
     arguments: tuple[str, ...] | None
@@ -61,6 +63,7 @@ FACTS = {
         adapters=True,
         tensor_parallel=True,
         quantised=True,
+        images=True,
         own_models=True,
         arguments=None,
     ),
@@ -72,6 +75,7 @@ FACTS = {
         adapters=False,
         tensor_parallel=False,
         quantised=False,
+        images=False,
         own_models=False,
         arguments=("use_cache",),
     ),
@@ -85,6 +89,7 @@ FACTS = {
         adapters=False,
         tensor_parallel=False,
         quantised=False,
+        images=False,
         own_models=True,
         arguments=SGLANG_ARGUMENTS,
     ),

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
-from pipeline.generation import EngineRequest
+import pyarrow as pa
+
+from pipeline.generation import EngineRequest, PromptImages
 from pipeline.rollout.seeds import seed_of
+from pipeline.rows import IMAGES
 from pipeline.sampling import Sampling
 
 
@@ -17,6 +20,7 @@ def requests(
     ends: Sequence[int] = (),
     ignore_eos: bool = False,
     greedy: bool = False,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[EngineRequest]:
     """Make `n` requests for each prompt, prompt by prompt; with `greedy`, followed by one of greedy decoding.
 
@@ -32,11 +36,24 @@ def requests(
         ends: ids of tokens that end a response, in addition to the end tokens in the model's files.
         ignore_eos: true to go on generating past all of them.
         greedy: true if each prompt has a greedy request.
+        images: images of each prompt; None if no prompt has any.
     """
     made, also = [], tuple(ends)
-    for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
+    shown = images or [None] * len(prompts)
+    for ids, uid, chosen, pictures in zip(prompts, uids, settings, shown, strict=True):
         for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
             drawn = seed is not None and sampling.temperature > 0
             own = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
-            made.append(EngineRequest(ids, sampling, own, also, ignore_eos))
+            made.append(EngineRequest(ids, sampling, own, also, ignore_eos, pictures))
     return made
+
+
+def prompt_images(table: pa.Table) -> list[PromptImages | None] | None:
+    """Return the images of each row's prompt, None for a prompt with text only; None without the columns `IMAGES`."""
+    if IMAGES.names[0] not in table.column_names:
+        return None
+    columns = (table[name].to_pylist() for name in IMAGES.names)
+    return [
+        PromptImages(tuple(encoded), tuple(hashes), ids) if encoded else None
+        for encoded, hashes, ids in zip(*columns, strict=True)
+    ]

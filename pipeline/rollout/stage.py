@@ -48,7 +48,7 @@ from pipeline.rollout.greetings import greeting_requests, read_greeting
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.policy_source import PolicySource
-from pipeline.rollout.requests import requests
+from pipeline.rollout.requests import prompt_images, requests
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
 from pipeline.weights.load import checksum
@@ -242,6 +242,7 @@ class Rollout:
             ends=self._ends,
             ignore_eos=self._rollout.ignore_eos,
             greedy=training and self._greedy,
+            images=prompt_images(table),
         )
 
     def _samples(self, training: bool) -> int:

@@ -13,20 +13,25 @@ if TYPE_CHECKING:
     import torch
 
 
-def skeleton(path: str, trust_remote_code: bool) -> Any:
+def skeleton(path: str, trust_remote_code: bool, made_by: str = "AutoModelForCausalLM") -> Any:
     """Build the model of `transformers` at `path` without weights, for the mapping of names to names in checkpoints.
 
     Parameters are on the meta device. Buffers have memory, with the values that the class computes from the
     configuration.
+
+    Args:
+        path: folder of the model.
+        trust_remote_code: whether code of that folder may run.
+        made_by: name of the class of `transformers` that makes the policy (`lora.policy_class`).
     """
+    import transformers
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        lm = getattr(transformers, made_by).from_config(config, trust_remote_code=trust_remote_code)
     lm.tie_weights()  # each weight without memory is a new one
     # Found once here, because `transformers` would look for them with each weight. Changes of prefixes are left out:
     # they depend on the names in a file, and no file was read.

@@ -19,11 +19,11 @@ QWEN = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config"
 def found(*overrides: str) -> list[str]:
     """The sentences of a run with images, without the one that every such run gets."""
     first, *others = check_images.problems(good(*overrides))
-    assert "engines cannot take images" in first
+    assert "cannot pass images to its engines" in first
     return others
 
 
-def test_engines_cannot_take_images_yet(named: Named) -> None:
+def test_runs_cannot_have_images_yet(named: Named) -> None:
     named(refusal(ON), "model.vision")
     check(good())
     assert not list(check_images.problems(good("data.truncation=left"))), "a run of text has none of these limits"
@@ -58,6 +58,8 @@ def test_settings_that_fit(overrides: str) -> None:
         ("algorithm.adv_estimator=gae", "model.vision algorithm.adv_estimator"),
         ("reward.model.path=owner/judge", "model.vision reward.model.path"),
         ("agent.environment=my_game:Game", "model.vision agent"),
+        ("rollout.name=hf", "model.vision rollout.name"),
+        ("rollout.name=sglang", "model.vision rollout.name"),
         ("data.recorded_run=runs/a", "model.vision data.recorded_run"),
     ],
 )

@@ -12,8 +12,9 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.generation import EngineOutput, EngineRequest, Generation
 from pipeline.models.architecture import longer_positions
+from pipeline.models.lora import policy_class
 from pipeline.models.weight_files import alone, read_config
-from pipeline.rollout.engines.vllm import lora
+from pipeline.rollout.engines.vllm import images, lora
 from pipeline.rollout.engines.vllm.tensor_parallel import engine_args
 from pipeline.rollout.engines.vllm.transfer import BACKEND, accept, confirm, register
 from pipeline.sampling import Sampling
@@ -29,7 +30,9 @@ class VLLM:
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> None:
         self.llm = build(model, rollout, max_model_len, seed)
+        self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"made_by": policy_class(model)}})
         self._keeps_base = model.lora.alone
+        self._tower_changes = model.vision == "trained"
         self._version = -1
 
     def add(self, request_id: str, request: EngineRequest) -> None:
@@ -37,6 +40,8 @@ class VLLM:
         own = copy.copy(params(request.sampling, request.ends, request.ignore_eos))
         own.seed = request.seed
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
+        if request.images is not None:
+            prompt = images.prompt_of(self.llm, request, f"v{self._version}")
         self.llm.add_request(request_id, prompt, own)
 
     def step(self) -> list[EngineOutput]:
@@ -74,6 +79,8 @@ class VLLM:
             llm.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
             llm.collective_rpc("finish_weight_update")
             self._confirm()
+        if self._tower_changes:
+            images.forget(llm)
         llm.set_weight_version(str(version))
         self._version = version
 
@@ -151,6 +158,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         **({} if rollout.num_gpus else {"block_size": 32}),
         **engine_args(rollout.tensor_parallel_size),
         **lora.engine_args(model.lora),
+        **images.engine_args(model),
     }
     args |= rollout.engine_kwargs
     if args["load_format"] == "auto":

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 BACKEND = "ray_object_store"
 
 
-def skeleton_beside(vllm_config: Any) -> Any:
-    """Build the `skeleton` of an engine's model in the engine's process.
+def skeleton_beside(vllm_config: Any, made_by: str) -> Any:
+    """Build the `skeleton` of an engine's model in the engine's process; `made_by` names the class that makes it.
 
     For some families vLLM runs the classes of `transformers`, and patches them: to build a model they then need a vLLM
     configuration, here one without compilation.
@@ -29,7 +29,7 @@ def skeleton_beside(vllm_config: Any) -> Any:
     plain.compilation_config = copy.copy(plain.compilation_config)
     plain.compilation_config.mode = CompilationMode.NONE
     with set_current_vllm_config(plain):
-        return skeleton(vllm_config.model_config.model, vllm_config.model_config.trust_remote_code)
+        return skeleton(vllm_config.model_config.model, vllm_config.model_config.trust_remote_code, made_by)
 
 
 def confirm(worker: Any) -> "Confirmation | None":
@@ -59,12 +59,16 @@ def register() -> None:
     from pipeline.weights.confirm import Confirmation, Watch
 
     @dataclass
+    class Init(WeightTransferInitInfo):
+        made_by: str = ""
+
+    @dataclass
     class Update(WeightTransferUpdateInfo):
         shards: list[Shard] = field(default_factory=list)
         timeout: float = 600.0
 
-    class ObjectStoreTransfer(WeightTransferEngine[WeightTransferInitInfo, Update]):
-        init_info_cls = WeightTransferInitInfo
+    class ObjectStoreTransfer(WeightTransferEngine[Init, Update]):
+        init_info_cls = Init
         update_info_cls = Update
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,10 +78,10 @@ def register() -> None:
             self._needed: set[str] = set()
             self._names: set[str] = set()
             self._accepted: set[str] = set()
-            self._lm = skeleton_beside(self.vllm_config)
+            self._lm: Any = None
 
-        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-            pass
+        def init_transfer_engine(self, init_info: Init) -> None:
+            self._lm = skeleton_beside(self.vllm_config, init_info.made_by)
 
         def start_weight_update(self) -> None:
             if not self._needed:
