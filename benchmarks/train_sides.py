@@ -6,6 +6,7 @@ python -m benchmarks.train_sides SIDE SHAPE --threads N --model FOLDER
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,9 +136,11 @@ def model(shape: Shape) -> Any:
 def _attend_row_by_row(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, ends: list[int], **_: Any
 ) -> tuple[torch.Tensor, None]:
-    grouped = query.shape[1] != key.shape[1]
-    rows = [[states[:, :, a:b] for states in (query, key, value)] for a, b in zip(ends, ends[1:], strict=False)]
-    found = [scaled_dot_product_attention(*row, is_causal=True, scale=scaling, enable_gqa=grouped) for row in rows]
+    attend = partial(
+        scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    spans = [slice(*ends[number : number + 2]) for number in range(len(ends) - 1)]
+    found = [attend(query[:, :, span], key[:, :, span], value[:, :, span]) for span in spans]
     return torch.cat(found, 2).transpose(1, 2), None
 
 

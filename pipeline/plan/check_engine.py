@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.config.engines import FACTS, SGLANG_PYTHON
+from pipeline.derived import uses_images
 from pipeline.errors import nearest
 from pipeline.plan.engine_arguments import engine_arguments
 
@@ -42,6 +43,9 @@ def problems(config: Config) -> Iterator[str]:
         "tensor_parallel_size=1": rollout.tensor_parallel_size > 1 and not facts.tensor_parallel,
         "{model.lora.weight_sync} and {rollout.name}: this engine takes no adapter without the base model; set "
         "weight_sync=merged": config.model.lora.alone and not facts.adapters,
+        "{model.vision} and {rollout.name}: this engine cannot read images; set rollout.name=vllm": (
+            uses_images(config) and not facts.images
+        ),
     }
     yield from sentences(config, table)
     if rollout.name == "sglang":

@@ -51,9 +51,6 @@ def _settings(config: Config) -> dict[str, object]:
         "model.lora.weight_sync=merged": model.lora.alone,
         "{model.vision} and {rollout.update_kv}: a prompt would have features of two versions of the tower; set "
         "rollout.update_kv=recompute": model.vision == "trained" and config.rollout.update_kv == "keep",
-        "{model.vision} and {rollout.name}: this engine cannot read images; set rollout.name=vllm": (
-            not config.rollout.facts.images
-        ),
         "{model.vision} and {algorithm.adv_estimator}: a critic cannot read images; choose an estimator without it, "
         "such as grpo": uses_critic(config),
         "{model.vision} and {reward.model.path}: a reward model reads only text; leave it out": (

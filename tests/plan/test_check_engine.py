@@ -18,6 +18,7 @@ NEEDS = {
     "sleep": ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name"),
     "tensor_parallel": (SPLIT, "rollout.tensor_parallel_size rollout.name"),
     "adapters": (ALONE, "model.lora.weight_sync rollout.name"),
+    "images": ("model.vision=frozen", "model.vision rollout.name"),
 }
 """Settings that need a fact, and the keys of the refusal without it."""
 READ_ELSEWHERE = {"package", "arguments", "seeds_with", "quantised", "own_models"}

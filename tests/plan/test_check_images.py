@@ -58,8 +58,6 @@ def test_settings_that_fit(overrides: str) -> None:
         ("algorithm.adv_estimator=gae", "model.vision algorithm.adv_estimator"),
         ("reward.model.path=owner/judge", "model.vision reward.model.path"),
         ("agent.environment=my_game:Game", "model.vision agent"),
-        ("rollout.name=hf", "model.vision rollout.name"),
-        ("rollout.name=sglang", "model.vision rollout.name"),
         ("data.recorded_run=runs/a", "model.vision data.recorded_run"),
     ],
 )

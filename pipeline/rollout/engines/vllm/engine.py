@@ -30,7 +30,6 @@ class VLLM:
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> None:
         self.llm = build(model, rollout, max_model_len, seed)
-        self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"made_by": policy_class(model)}})
         self._keeps_base = model.lora.alone
         self._tower_changes = model.vision == "trained"
         self._version = -1
@@ -171,6 +170,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
             # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
             chosen.enable_prefix_caching = False
         engine = LLMEngine.from_engine_args(chosen)
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"made_by": policy_class(model)}})
     if model.lora.alone:
         lora.use_adapter(engine)
     return engine

@@ -162,9 +162,12 @@ def test_an_engine_reads_the_weights_of_the_trainer_at_the_length_of_its_model(
 
     made: list[Any] = []
 
-    def begun(arguments: Any) -> str:
+    calls: list[Any] = []
+    engine = SimpleNamespace(collective_rpc=lambda *call, **options: calls.append((*call, options)))
+
+    def begun(arguments: Any) -> SimpleNamespace:
         made.append((arguments, sorted(path.name for path in Path(arguments.model).glob("*.safetensors"))))
-        return "engine"
+        return engine
 
     monkeypatch.setattr(LLMEngine, "from_engine_args", begun)
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
@@ -174,7 +177,7 @@ def test_an_engine_reads_the_weights_of_the_trainer_at_the_length_of_its_model(
     for path, length, tokens in ((folder, {"max_position_embeddings": 8192}, 3000), (tiny_model, {}, 1500)):
         config.model.path = str(path)
         config.rollout.engine_kwargs = {"load_format": "auto"}
-        assert module.build(config.model, config.rollout, tokens, 0) == "engine"
+        assert module.build(config.model, config.rollout, tokens, 0) is engine
         arguments, files = made.pop()
         assert files == ["model.safetensors"] and arguments.tokenizer == str(path)
         assert (arguments.load_format, arguments.config_format) == ("hf", "hf")
@@ -182,4 +185,6 @@ def test_an_engine_reads_the_weights_of_the_trainer_at_the_length_of_its_model(
     assert arguments.model == str(tiny_model)
     config.rollout.engine_kwargs = {"hf_overrides": {"rope_theta": 5.0}}
     module.build(config.model, config.rollout, 1500, 0)
+    told = {"kwargs": {"init_info": {"made_by": "AutoModelForCausalLM"}}}
+    assert calls == [("init_weight_transfer_engine", told)] * 3
     assert made[0][0].hf_overrides == {"rope_theta": 5.0} and made[0][0].load_format == "dummy"

@@ -24,7 +24,7 @@ def beside_an_engine(folder: str) -> tuple[int, bool]:
     _support_torch_compile(Qwen2MoeModel, {"input_ids": 0})
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
     model = SimpleNamespace(model=folder, trust_remote_code=False)
-    lm = skeleton_beside(SimpleNamespace(compilation_config=compilation, model_config=model))
+    lm = skeleton_beside(SimpleNamespace(compilation_config=compilation, model_config=model), "AutoModelForCausalLM")
     assert compilation.mode == CompilationMode.VLLM_COMPILE, "the engine's own"
     return len(list(lm.parameters())), not lm.model.do_not_compile
 
