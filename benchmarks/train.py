@@ -3,7 +3,7 @@
     python -m benchmarks.train                          # every shape, five rounds
     python -m benchmarks.train --shapes long --repeats 3 --threads 2
     python -m benchmarks.train --trl runs/trl-env       # with TRL, from an environment that is made there once
-    python -m benchmarks.train --shapes sums --threads 2 --model models/SmolLM2-135M-Instruct
+    python -m benchmarks.train --shapes sums --threads 2 --model models/smollm2 --sides packed slipstream
     python -m benchmarks.train --freed                  # the cost of freed memory that goes back to the system
 
     long     4 prompts of 256 tokens x 4 answers of 64 to 1,024
@@ -99,11 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", metavar="FOLDER", help="a model in place of each shape's random one")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="measure TRL, too, in an environment in this folder")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="each holds a model in memory")
     parser.add_argument("--freed", action="store_true", help="measure what it costs to give freed memory back")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of an update")
     args = parser.parse_args(arguments)
     trl = None if args.trl is None else trl_env.make(args.trl)
-    sides = ["slipstream", *FREED] if args.freed else [*SIDES]
+    sides = ["slipstream", *FREED] if args.freed else args.sides
     for name in args.shapes:
         found = measure(name, sides, args.repeats, args.threads, args.model, trl, args.timeout)
         others = [side for side in ("packed", "padded", "slipstream") if side in found]
