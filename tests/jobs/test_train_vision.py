@@ -1,4 +1,5 @@
-"""The plan of a run with images. Runs are refused until the stream passes images to engines, so the tests leave that sentence out."""
+"""The plan of a run with images. Runs are refused until the stream passes images to engines, so the tests leave that
+sentence out."""
 
 from pathlib import Path
 
