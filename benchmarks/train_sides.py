@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -139,8 +140,7 @@ def _attend_row_by_row(
     attend = partial(
         scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    spans = [slice(*ends[number : number + 2]) for number in range(len(ends) - 1)]
-    found = [attend(query[:, :, span], key[:, :, span], value[:, :, span]) for span in spans]
+    found = [attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b]) for a, b in pairwise(ends)]
     return torch.cat(found, 2).transpose(1, 2), None
 
 

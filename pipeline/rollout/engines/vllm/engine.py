@@ -38,9 +38,11 @@ class VLLM:
         """Add a request. Its cache salt is the version, so that no version reads KV of another."""
         own = copy.copy(params(request.sampling, request.ends, request.ignore_eos))
         own.seed = request.seed
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": f"v{self._version}"}
-        if request.images is not None:
-            prompt = images.prompt_of(self.llm, request, f"v{self._version}")
+        salt = f"v{self._version}"
+        if request.images is None:
+            prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
+        else:
+            prompt = images.prompt_of(self.llm, request, salt)
         self.llm.add_request(request_id, prompt, own)
 
     def step(self) -> list[EngineOutput]:
@@ -79,7 +81,8 @@ class VLLM:
             llm.collective_rpc("finish_weight_update")
             self._confirm()
         if self._tower_changes:
-            images.forget(llm)
+            # Features of images are kept by the names of the images, for any version.
+            llm.reset_encoder_cache()
         llm.set_weight_version(str(version))
         self._version = version
 

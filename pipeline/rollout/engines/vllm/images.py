@@ -3,8 +3,7 @@
 1. vLLM expands placeholders itself, so it gets prompts with one placeholder for each image. The expanded prompt is
    compared with the one that the trainer reads.
 2. An image is named by its hash, so that the processor runs once per image and engine.
-3. Features of the tower are kept by that name, for any policy version; `forget` drops them after an update.
-4. The fused normalisation of pixels is a buffer that is in no checkpoint and that no update fills. It is right only if
+3. The fused normalisation of pixels is a buffer that is in no checkpoint and that no update fills. It is right only if
    the engine has read its weights from the disk once (`engine_args`).
 """
 
@@ -56,12 +55,6 @@ def prompt_of(llm: Any, request: EngineRequest, cache_salt: str) -> Any:
         raise FinalError(
             f"vLLM expands the {len(images.encoded)} images of a prompt to other tokens than the processor of "
             f"model.path ({len(found)} tokens in all, not {len(request.prompt_ids)}), so it would not read the trained "
-            "prompt; "
-            "leave rollout.engine_kwargs.mm_processor_kwargs out, and use the versions that requirements/ names"
+            "prompt; leave rollout.engine_kwargs.mm_processor_kwargs out, and use the versions that requirements/ names"
         )
     return made
-
-
-def forget(llm: Any) -> None:
-    """Drop the features of all images, after an update of the tower."""
-    llm.reset_encoder_cache()

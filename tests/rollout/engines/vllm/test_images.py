@@ -13,6 +13,8 @@ from pipeline.models.processor import FAMILIES, Vision
 from tests.forks import forking
 from tests.pictures import picture, save_tiny
 
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
 START_S = 240.0
 GAP = 1e-5
 TOKENS = 12
@@ -159,9 +161,9 @@ def gaps(folder: str, vision: str, **overrides: Any) -> list[tuple[float, float]
 
 def gaps_of_kept_features(folder: str) -> list[tuple[float, float]]:
     """The same of an engine that keeps features of the tower after its updates."""
-    from pipeline.rollout.engines.vllm import images
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    images.forget = lambda llm: None
+    LLMEngine.reset_encoder_cache = lambda llm: None
     return gaps(folder, "trained")
 
 
