@@ -60,7 +60,9 @@ def test_equals_the_last_hidden_state_times_the_head_with_gradients(family: str)
     wanted = {**dict(decoder.named_parameters(prefix="decoder")), **dict(head.named_parameters(prefix="head"))}
     assert {name for name, _ in model.named_parameters()} == wanted.keys()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-4, rtol=1e-4)
+        # Sums of large terms round by a part of the largest entry.
+        limit = 1e-5 * float(wanted[name].grad.abs().max())
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=limit, rtol=0)
 
 
 def test_starts_at_zero_and_the_first_step_moves_the_head_alone() -> None:
