@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.generation import PromptImages
+
 SHORT = (5, 17)
 """Lengths of the short prompts that every model gets, in tokens."""
 RESPONSE = 12
@@ -42,6 +44,8 @@ class GreetingPlan:
     seed: int
     borders: dict[int, str]
     """Borders that at least one row exceeds: length in tokens to the key in the model's configuration."""
+    shown: tuple[tuple[list[int], PromptImages], ...] = ()
+    """Further prompts with images: the token ids, with a placeholder for each feature, and the images."""
 
     @classmethod
     def of(cls, config: Any, longest: int, seed: int, exact: bool = True) -> "GreetingPlan":
@@ -112,6 +116,8 @@ class Greeting:
     """Token ids of each row's response, [tokens] int32."""
     log_probs: Sequence[np.ndarray]
     """The engine's log-probs of each row's response, [tokens] float32, in nats, at temperature 1."""
+    images: Sequence[tuple[bytes, ...]] = ()
+    """The encoded images of each row's prompt; empty if no prompt has any."""
 
 
 def prompts_of(plan: GreetingPlan, tokenizer: Any) -> list[list[int]]:

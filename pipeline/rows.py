@@ -78,6 +78,19 @@ engine_prompt_ids | ints | prompts | rollout | `prompt_ids` with one placeholder
 """Columns of a run with images (`model.vision`). `prompt_ids` hold one placeholder for each feature of an image."""
 
 
+def images_once(table: pa.Table) -> pa.Table:
+    """Return `table` with the images of only the first row of each group; null in its other rows.
+
+    Rows of a group (`uid`) must be neighbours. A table without the columns `IMAGES` is returned as it is.
+    """
+    if "images" not in table.column_names:
+        return table
+    uids, column = table["uid"].to_pylist(), table.schema.get_field_index("images")
+    repeated = pa.array([number > 0 and uid == uids[number - 1] for number, uid in enumerate(uids)], pa.bool_())
+    once = pc.if_else(repeated, pa.scalar(None, BINARIES), table["images"].combine_chunks())
+    return table.set_column(column, table.schema.field(column), once)
+
+
 def prompt_columns(images: bool) -> pa.Schema:
     """Return the columns of prompts, in a run with or without images."""
     return pa.schema([*PROMPT, *IMAGES]) if images else PROMPT

@@ -38,6 +38,7 @@ from pipeline.derived import (
     uses_critic,
     uses_engines,
     uses_filter,
+    uses_images,
     uses_policy_scores,
     uses_reference,
     uses_reward_model,
@@ -112,7 +113,8 @@ def build(
         args = (*sections(config), policy, hosts)
         stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     else:
-        args = (config.data, uses_baselines(config), uses_agent(config), schedule, client, deadlines)
+        kinds = uses_baselines(config), uses_agent(config), uses_images(config)
+        args = (config.data, *kinds, schedule, client, deadlines)
         stream = source(schedule.pages, chunk_rows, Replay, args, config)
     stream = rewarded(stream, config, concurrent, client)
     # Ray Data fuses neighbouring stages of equal resources: after the engine a chunk costs one task, not four.

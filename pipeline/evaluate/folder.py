@@ -27,6 +27,7 @@ from pipeline.config.trainer import FILES
 from pipeline.errors import short_reason
 from pipeline.evaluate.settings import result_settings
 from pipeline.evaluate.summary import COLUMNS, OF_EPISODES, Summary
+from pipeline.rows import images_once
 from pipeline.run.inputs import fingerprints
 from pipeline.storage.fingerprints import Fingerprints
 from pipeline.storage.moved import names
@@ -140,7 +141,7 @@ class Folder:
         """Store the responses of a chunk."""
         path = self.responses / f"part-{chunk:06d}.parquet"
         unfinished = path.with_name(f".{path.name}.tmp")
-        kept = rows.drop_columns([name for name in LEFT_OUT if name in rows.column_names])
+        kept = images_once(rows).drop_columns([name for name in LEFT_OUT if name in rows.column_names])
         pq.write_table(kept, unfinished, compression="zstd")
         unfinished.replace(path)
 

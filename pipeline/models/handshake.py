@@ -24,12 +24,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline.generation import PromptImages
 from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import pack
 from pipeline.models.policy import Policy
 from pipeline.models.precision import computing_in
+from pipeline.models.processor import Vision
 from pipeline.models.sharing import Passes
 
 LIMIT = 1e-4
@@ -152,18 +154,26 @@ class Compared:
             passes: the packs of each pass, a pack as row numbers.
             way: attention, and whether the packs of a pass lie end to end or are padded.
         """
-        found = np.zeros(len(self.engine))
+        found, reader = np.zeros(len(self.engine)), self.policy.image_reader
+        place = reader.place if reader else None
         before, self.config._attn_implementation = self.config._attn_implementation, way.attention
         try:
             with torch.no_grad():
                 for packs in passes:
-                    batch = pack(self.rows, packs, packed=way.packed, sequence=self.sequence).to(self.device)
+                    batch = pack(
+                        self.rows,
+                        packs,
+                        packed=way.packed,
+                        sequence=self.sequence,
+                        place_images=place,
+                    ).to(self.device)
                     values, _ = self.policy(
                         batch.input_ids,
                         batch.logit_index,
                         batch.targets,
                         positions=batch.positions,
                         packing=batch.packing,
+                        images=batch.images,
                     )
                     found[batch.token_index] = values.double().cpu().numpy()
         finally:
@@ -267,7 +277,21 @@ def token_batch(rows: Greeting) -> TokenBatch:
             [[0], np.cumsum(counts)]
         )
 
-    return TokenBatch(*flat(rows.prompts), *flat(rows.responses), np.arange(len(rows.prompts) + 1))
+    images = np.fromiter(rows.images, dtype=object, count=len(rows.images)) if any(rows.images) else None
+    return TokenBatch(*flat(rows.prompts), *flat(rows.responses), np.arange(len(rows.prompts) + 1), images=images)
+
+
+def shown_prompt(vision: Vision, seed: int, longest: int) -> list[tuple[list[int], PromptImages]]:
+    """Return a prompt with a picture of noise, in the form of `GreetingPlan.shown`; [] if it has more than `longest`
+    tokens."""
+    picture = vision.noise(seed)
+    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    messages = [{"role": "user", "content": content}]
+    text = vision.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = vision.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    expanded = vision.expand(ids, [picture])
+    images = PromptImages((picture,), (vision.hash(picture),), ids)
+    return [(expanded, images)] if len(expanded) <= longest else []
 
 
 def _by_prompt(rows: TokenBatch) -> list[list[int]]:
@@ -288,7 +312,9 @@ def sentence(found: Comparison, plan: GreetingPlan) -> str:
     """Describe the result of the handshake in a sentence for the user."""
     worst = found.worst
     if found.agrees and found.way == found.first:
-        forms = ", ".join(difference.form for difference in found.differences)
+        forms = ", ".join(difference.form for difference in found.differences) + (
+            ", with an image" if plan.shown else ""
+        )
         return (
             f"engine and trainer agree on rows {forms}: their log-probs differ by {worst.largest:.1e} nats at most "
             f"(limit {found.limit.largest:.1e} {found.limit.why})"

@@ -70,6 +70,16 @@ class Vision:
         Image.new("RGB", (64, 64)).save(file, "PNG")
         return file.getvalue()
 
+    def noise(self, seed: int) -> bytes:
+        """Return an encoded image of 96 x 64 random pixels, always the same for a seed."""
+        import numpy as np
+        from PIL import Image
+
+        file = io.BytesIO()
+        pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file, "PNG")
+        return file.getvalue()
+
     @cached_property
     def _settings(self) -> bytes:
         settings = json.dumps([self.processor.image_processor.to_dict(), self.options], sort_keys=True, default=str)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.derived import reads_reference, uses_agent, uses_critic, uses_engines, uses_images, uses_reward_model
+from pipeline.derived import reads_reference, uses_agent, uses_critic, uses_images, uses_reward_model
 from pipeline.models.processor import why_not
 from pipeline.plan.models import VISION, read_model
 
@@ -14,10 +14,6 @@ def problems(config: Config) -> Iterator[str]:
     """Yield one sentence per setting that does not fit to prompts with images, or does nothing without them."""
     if not uses_images(config):
         return
-    yield (
-        f"model.vision={config.model.vision}: a run cannot pass images to its engines in this version; set "
-        "model.vision=none"
-    )
     yield from sentences(config, _settings(config))
     paths = {"model.path": config.model.path}
     if reads_reference(config):
@@ -57,5 +53,4 @@ def _settings(config: Config) -> dict[str, object]:
             uses_reward_model(config)
         ),
         "{model.vision}: episodes (agent) cannot have images; leave one out": uses_agent(config),
-        "{model.vision} and {data.recorded_run}: a recording has no images; leave one out": not uses_engines(config),
     }

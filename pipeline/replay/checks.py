@@ -14,7 +14,7 @@ from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
 from pipeline.conversations import begun_text
-from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
+from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines, uses_images
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
 from pipeline.storage.moved import same
@@ -162,7 +162,8 @@ def check_recording(config: Config) -> int:
     recorded = recorded_config(Path(data.recorded_run))
     if found := list(_mismatches(config, recorded)):
         raise ConfigError(found[0] if len(found) == 1 else "\n- ".join(["the settings do not fit:", *found]))
-    recording = Recording(data.recorded_run, data.recorded_iterations, uses_baselines(config), uses_agent(config))
+    kinds = uses_baselines(config), uses_agent(config), uses_images(config)
+    recording = Recording(data.recorded_run, data.recorded_iterations, *kinds)
     if recording.n != config.rollout.n:
         raise ConfigError(
             f"{data.recorded_run}/trajectories holds groups of {recording.n} rows, and by its config.yaml the run "
@@ -172,6 +173,8 @@ def check_recording(config: Config) -> int:
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
     read = ["prompt", "response_ids", "response", *["spans"] * uses_agent(config)]
     _check_tokens(config, rows.select(read).to_pylist())
+    if uses_images(config):
+        _check_images(config, rows.select(["images", "image_hash"]).to_pylist())
     check_sources(sources, config.reward, config.agent)
     check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = rows.take(list(range(0, len(rows), recording.n)))
@@ -206,6 +209,11 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         was, now = value_of(recorded, name), value_of(config, name)
         if now < was:
             yield f"{name}={now}: rows of {run_dir} may have {was} tokens; leave it so or raise it"
+    if uses_images(config) != uses_images(recorded):
+        yield (
+            f"model.vision={config.model.vision}: the rows of {run_dir} were made with model.vision="
+            f"{recorded.model.vision}; either both read images or neither"
+        )
     if not uses_baselines(config):
         return
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
@@ -241,6 +249,19 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
                 f"{row['response']!r:.80} was recorded; train a model with the tokenizer of the recording (model.path, "
                 "model.tokenizer_path)"
             )
+
+
+def _check_images(config: Config, rows: list[dict]) -> None:
+    """Raise ConfigError if the processor of the model makes other pixels of recorded images than the recorded run."""
+    from pipeline.models.processor import load_vision
+
+    vision = load_vision(config.model)
+    if any([vision.hash(image) for image in row["images"]] != row["image_hash"] for row in rows):
+        raise ConfigError(
+            f"the processor of model.path={config.model.path} has other settings than the one that "
+            f"{config.data.recorded_run} was recorded with; leave model.min_pixels and model.max_pixels as they were, "
+            "and train a model with the processor of the recording"
+        )
 
 
 def _last_answer(row: dict) -> list[int]:

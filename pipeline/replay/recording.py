@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.rows import AGENT, SCHEMA
+from pipeline.rows import AGENT, IMAGES, SCHEMA
 from pipeline.track.trajectories import recorded_files
 
 COLUMNS = (
@@ -55,6 +55,7 @@ class Recording:
         iterations: first and last iteration, such as `3-10`; None takes all.
         baselines: True to read the column `baseline` too.
         episodes: True to read the columns `rows.AGENT` too.
+        images: True to read the columns `rows.IMAGES` too.
 
     Attributes:
         n: number of rows per group.
@@ -66,10 +67,15 @@ class Recording:
     """
 
     def __init__(
-        self, run_dir: str, iterations: str | None = None, baselines: bool = False, episodes: bool = False
+        self,
+        run_dir: str,
+        iterations: str | None = None,
+        baselines: bool = False,
+        episodes: bool = False,
+        images: bool = False,
     ) -> None:
         self.run_dir = run_dir
-        self.columns = [*COLUMNS, *AGENT.names * episodes, *["baseline"] * baselines]
+        self.columns = [*COLUMNS, *IMAGES.names * images, *AGENT.names * episodes, *["baseline"] * baselines]
         found = recorded_files(run_dir)
         if not found:
             raise FileNotFoundError(
@@ -164,6 +170,11 @@ class Recording:
             raise ValueError(f"{file} has {len(table)} rows, but {rows} were recorded; it has changed since the start")
         for name in NEWER - {*table.column_names}:
             table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+        if "images" in self.columns:
+            # Only the first row of a group was written with them.
+            first = np.repeat(np.arange(0, rows, self.n), self.n)
+            column = table.schema.get_field_index("images")
+            table = table.set_column(column, table.schema.field(column), table["images"].take(pa.array(first)))
         return table.select(self.columns)
 
 

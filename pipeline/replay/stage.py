@@ -28,6 +28,7 @@ class Replay:
         data: the section `data`, which names the recording.
         baselines: True if the advantage estimator reads the recorded scores of greedy responses.
         episodes: True if the rows are episodes.
+        images: True if prompts may have images.
         schedule: iterations and pages of the run.
         store: client of the policy store for this attempt (a start or a resume of the run).
         deadlines: the section `trainer.deadlines`.
@@ -38,15 +39,17 @@ class Replay:
         data: DataConfig,
         baselines: bool,
         episodes: bool,
+        images: bool,
         schedule: Schedule,
         store: StoreClient,
         deadlines: DeadlineConfig,
     ):
         assert data.recorded_run is not None
-        self._recording = Recording(data.recorded_run, data.recorded_iterations, baselines, episodes)
+        self._recording = Recording(data.recorded_run, data.recorded_iterations, baselines, episodes, images)
         self._schedule, self._store, self._deadlines = schedule, store, deadlines
         self._prompts = schedule.chunks_per_iteration * schedule.chunk_prompts
-        names = [*rows.PROMPT.names, *rows.ROLLOUT.names, *rows.AGENT.names * episodes, *["baseline"] * baselines]
+        names = [*rows.prompt_columns(images).names, *rows.ROLLOUT.names, *rows.AGENT.names * episodes]
+        names += ["baseline"] * baselines
         self._schema = pa.schema([rows.SCHEMA.field(name) for name in names])
 
     def __call__(self, table: pa.Table) -> pa.Table:

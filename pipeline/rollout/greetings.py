@@ -12,10 +12,13 @@ from pipeline.sampling import Sampling
 
 def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[EngineRequest]:
     """Make the requests for the rows of the handshake, prompt by prompt."""
-    prompts = prompts_of(plan, tokenizer)
+    plain_prompts = prompts_of(plan, tokenizer)
+    prompts = [*plain_prompts, *(ids for ids, _ in plan.shown)]
+    images = [*[None] * len(plain_prompts), *(images for _, images in plan.shown)]
     plain = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, max_tokens=plan.response, stop=())
     uids = [f"greeting-{number}" for number in range(len(prompts))]
-    return requests(prompts, uids, [plain] * len(prompts), plan.samples, seed=plan.seed, ignore_eos=True)
+    settings = [plain] * len(prompts)
+    return requests(prompts, uids, settings, plan.samples, seed=plan.seed, ignore_eos=True, images=images)
 
 
 def read_greeting(engine: str, requested: Sequence[EngineRequest], made: Sequence[Generation]) -> Greeting:
@@ -31,4 +34,5 @@ def read_greeting(engine: str, requested: Sequence[EngineRequest], made: Sequenc
         [list(request.prompt_ids) for request in requested],
         [generation.token_ids for generation in made],
         [generation.log_probs for generation in made],
+        [request.images.encoded if request.images else () for request in requested],
     )

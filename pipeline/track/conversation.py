@@ -4,6 +4,7 @@ A row of an episode has its messages and the lengths of its spans of tokens (col
 response is a conversation with one turn. The row's sequences are the contexts of its episode.
 """
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.agent.inside.forms import prompt_length, split
-from pipeline.conversations import answered
+from pipeline.conversations import IMAGE, answered
 from pipeline.rows import ANSWER, OBSERVATION
 
 COLUMNS = (
     *("split", "chunk", "uid", "sample", "data_source", "ground_truth", "prompt", "prompt_ids", "response_ids"),
     *("response_mask", "rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s"),
-    *("score", "reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
+    *("score", "reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode", "images"),
 )
 """Columns that a conversation and the facts about it need; a run may lack some of them."""
 
@@ -78,7 +79,7 @@ class Trajectory:
 
 def conversation(row: Mapping[str, Any]) -> Trajectory:
     """Convert a row of `trajectories/` or `validation/`, with the `COLUMNS` that its run has, to a conversation."""
-    prompt = json.loads(row["prompt"])
+    prompt = with_sizes(json.loads(row["prompt"]), row.get("images") or ())
     spans: Sequence[Mapping[str, Any]]
     if row.get("messages") is None:
         messages = answered(prompt, row["response"])
@@ -118,6 +119,30 @@ def conversation(row: Mapping[str, Any]) -> Trajectory:
             )
         start = end
     return Trajectory(openings[0], prompts, turns)
+
+
+def with_sizes(prompt: list[dict[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the messages of a prompt with the sizes of its images in place of each `<image>`; without images, the
+    messages as they are."""
+    left = iter(images)
+
+    def text(message: dict[str, Any]) -> str:
+        first, *others = message["content"].split(IMAGE)
+        return "".join([first, *(described(next(left)) + other for other in others)])
+
+    return [message | {"content": text(message)} for message in prompt] if images else prompt
+
+
+def described(image: bytes) -> str:
+    """Describe an encoded image by its size and format, such as `[image 448 x 448 PNG]`."""
+    try:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(image)) as opened:
+            return f"[image {opened.width} x {opened.height} {opened.format}]"
+    # A machine that only reads a run may lack the package, or the reader of a format.
+    except (ImportError, OSError):
+        return f"[image of {len(image)} bytes]"
 
 
 def content(message: Mapping[str, Any]) -> str:

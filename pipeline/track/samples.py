@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.rows import IMAGES
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.track.trajectories import FOLDERS, iteration_files, recorded_iterations
 
@@ -71,8 +72,14 @@ class Rows:
 
     def read(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
         """Read row `number`, with the requested `columns` as far as the run has them."""
-        name, row = self.places[number]
-        return self._read(name, columns).slice(row, 1).to_pylist()[0]
+        name, place = self.places[number]
+        row: dict[str, Any] = self._read(name, columns).slice(place, 1).to_pylist()[0]
+        if row.get("images", ()) is None:
+            # The first row of its group has them.
+            uid = self.keys[number]["uid"]
+            first = next(other for other, keys in enumerate(self.keys) if keys["uid"] == uid)
+            row |= self.read(first, ["images"]) if first < number else {"images": []}
+        return row
 
     def choose(self, choice: Choice) -> int:
         """Return the number of the row that `choice` selects.
@@ -118,8 +125,11 @@ class Rows:
 
 
 def for_people(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with the columns `FIRST` before all others."""
-    return [{name: row[name] for name in dict.fromkeys((*FIRST, *row)) if name in row} for row in rows]
+    """Return the rows with the columns `FIRST` before all others, and without the columns of images."""
+    return [
+        {name: row[name] for name in dict.fromkeys((*FIRST, *row)) if name in row and name not in IMAGES.names}
+        for row in rows
+    ]
 
 
 def watched(rows: Rows, split: str, count: int) -> list[int]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.rows import FLOATS, flat, ragged
+from pipeline.rows import FLOATS, flat, images_once, ragged
 from pipeline.storage.filesystem import STANDING, filesystem_of
 
 UNRECORDED = re.compile(r"the trajectories cannot be written to .*?`trainer\.default_local_dir`")
@@ -28,7 +28,8 @@ FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_l
 
 
 class Record:
-    """A map stage that writes its rows and returns them unchanged.
+    """A map stage that writes its rows and returns them unchanged. The first row of a group is written with the images
+    of its prompt, the others without.
 
     Args:
         run_dir: absolute folder that all engines share, or a URL (`s3://`, `gs://`, `hdfs://`, ...).
@@ -52,7 +53,7 @@ class Record:
         """
         if len(table):
             folder = _folder(self._root, table["split"][0].as_py(), table["iteration"][0].as_py())
-            self._write(folder, _file_name(table), table.drop_columns(["iteration"]))
+            self._write(folder, _file_name(table), images_once(table).drop_columns(["iteration"]))
         return table
 
     def old_log_probs(self, table: pa.Table, iteration: int, rank: int, old_log_probs: np.ndarray) -> None:

@@ -9,7 +9,7 @@ class take it too, since they run the same code.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.derived import scorers, uses_engines
 from pipeline.errors import FinalError
 from pipeline.greeting import Change, Greeting, GreetingPlan, Way
-from pipeline.models.handshake import Compared, sentence, shake_hands
+from pipeline.models.handshake import Compared, sentence, shake_hands, shown_prompt
 from pipeline.models.precision import torch_dtype
 from pipeline.store.shaking import Shaking
 from pipeline.train import ranks
@@ -55,7 +55,11 @@ class Handshake:
         elif uses_engines(config) and not last:
             text = actor.module.decoder.config.get_text_config()
             exact = all(dtype == torch.float32 for dtype in self._types())
-            self.plan = GreetingPlan.of(text, config.data.longest_row, config.trainer.seed, exact)
+            plan = GreetingPlan.of(text, config.data.longest_row, config.trainer.seed, exact)
+            if (reader := actor.module.image_reader) is not None:
+                shown = shown_prompt(reader.vision, plan.seed, config.data.longest_row - plan.response)
+                plan = replace(plan, shown=tuple(shown))
+            self.plan = plan
 
     @property
     def due(self) -> bool:

@@ -76,7 +76,7 @@ def replayed(tmp_path: Path) -> pa.Table:
     store = Store(Admission(CHUNK, BATCH, 0), 0, PromptCursor())
     store.call(PolicyStore.publish, 0, {"policy": Shard(0, [], [], [])}, 0.0)
     schedule = Schedule(1, CHUNKS, CHUNK, False, False, -1, 0)
-    stage = Replay(config.data, False, True, schedule, store, config.trainer.deadlines)  # type: ignore[arg-type]
+    stage = Replay(config.data, False, True, False, schedule, store, config.trainer.deadlines)  # type: ignore[arg-type]
     return stage(pa.table({"id": [0]}))
 
 

@@ -59,7 +59,7 @@ class Replayed:
         self.store = Store(Admission(chunk, batch, staleness), base, cursor or PromptCursor())
         schedule = Schedule(iterations, batch // chunk, chunk, False, False, -1, staleness, page_prompts=page_prompts)
         deadlines = config.trainer.deadlines
-        self.stage = Replay(config.data, baselines, episodes, schedule, self.store, deadlines)  # type: ignore[arg-type]
+        self.stage = Replay(config.data, baselines, episodes, False, schedule, self.store, deadlines)  # type: ignore[arg-type]
         self.base = base
 
     def publish(self, version: int) -> None:
