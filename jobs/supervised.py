@@ -127,8 +127,11 @@ class Job(Generic[C]):
         data, trainer = config.data, config.trainer
         lora, path = config.model.lora, config.model.path
         problems = [*violations(config), *sentences(config, config.problems()), *sentences(config, lora.problems())]
-        if config.model.vision != "none":
-            problems.append(f"model.vision={config.model.vision}: only `train` can read images; leave it out.")
+        if config.model.vision != "none" and not hasattr(data, "image_key"):
+            problems.append(
+                f"model.vision={config.model.vision}: {self.name} cannot read images, only sft and train can; leave it "
+                "out."
+            )
         offload = check_offload.problems(config.model, {"": (config.optim, config.fsdp)}, trainer.use_gpu)
         problems += [f"{sentence}." for sentence in sentences(config, offload)]
         base = read_model(path)

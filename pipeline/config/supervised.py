@@ -136,6 +136,13 @@ class SFTDataConfig(SupervisedDataConfig):
     tools_key: str = "tools"
     """Column of the schemas of the conversation's tools, as a list or as JSON text. The column may be missing."""
 
+    image_key: str = "images"
+    """Column of the conversation's images with `model.vision`, as in prompt files: encoded images, or structs
+    `{bytes, path}`. Each `<image>` in a message of another role than the assistant stands for the next one."""
+
+    max_image_bytes: int = setting(1_000_000, at_least=1)
+    """Maximum size of the encoded images of a conversation together, in bytes."""
+
     enable_thinking_key: str = "enable_thinking"
     """Column of the chat template's argument `enable_thinking`: true, false or null. The column may be missing."""
 

@@ -221,15 +221,23 @@ def collate(
     return MicroBatch(**vars(inputs), **columns)
 
 
-def lay_out(sequences: Sequence[np.ndarray], packed: bool) -> ModelInputs:
+def lay_out(
+    sequences: Sequence[np.ndarray],
+    packed: bool,
+    images: Sequence[Sequence[bytes]] | None = None,
+    place_images: PlaceImages | None = None,
+) -> ModelInputs:
     """Build the model inputs of whole token sequences, without predictions (N = 0), such as for the reward model.
 
     Args:
         sequences: token ids [length] int of each sequence.
         packed: whether sequences lie end to end; else they are padded.
+        images: encoded images of each sequence; None for text.
+        place_images: as in `pack`.
     """
     counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
     ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)
-    rows = TokenBatch(tokens, ends, tokens[:0], none, np.arange(len(counts) + 1))
-    return pack(rows, [[row] for row in range(len(counts))], packed=packed)
+    shown = None if images is None else np.fromiter(map(tuple, images), dtype=object, count=len(images))
+    rows = TokenBatch(tokens, ends, tokens[:0], none, np.arange(len(counts) + 1), images=shown)
+    return pack(rows, [[row] for row in range(len(counts))], packed=packed, place_images=place_images)

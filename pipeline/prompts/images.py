@@ -11,12 +11,13 @@ import fsspec
 
 from pipeline.cells import plain
 from pipeline.config.data import DataConfig
+from pipeline.config.supervised import SFTDataConfig
 from pipeline.errors import short_reason
 
 WANTED = "give a list of encoded images, or of structs {bytes, path}"
 
 
-def read_images(values: Mapping[str, Any], file: str, data: DataConfig) -> list[bytes]:
+def read_images(values: Mapping[str, Any], file: str, data: DataConfig | SFTDataConfig) -> list[bytes]:
     """Return the encoded images of a prompt, in order; none if the row has no column `data.image_key`, or it is empty.
 
     Args:

@@ -23,6 +23,7 @@ from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.conversations import Messages, rendered
 from pipeline.errors import short_reason
 from pipeline.models.ends import ends_of, find_ends
+from pipeline.models.processor import Vision, load_vision
 from pipeline.models.special_tokens import SpecialTokens, Spellings, special_tokens
 from pipeline.models.template_arguments import arguments_of
 from pipeline.models.tokenizer import load_tokenizer
@@ -57,12 +58,15 @@ class RowEncoder(ABC, Generic[D]):
     def __init__(self, tokenizer: Any, data: D) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.vision: Vision | None = None
+        """Processor of the images of conversations; None if only text is read."""
         self.omissions = Omissions()
 
     @classmethod
     def of(cls, model: ModelConfig, data: D) -> Self:
-        """Make an encoder with the tokenizer and the end tokens of `model`."""
+        """Make an encoder with the tokenizer, the end tokens and the processor of `model`."""
         encoder = cls(load_tokenizer(model), data)
+        encoder.vision = None if model.vision == "none" else load_vision(model)
         encoder.ends = find_ends(model, encoder.tokenizer, data.apply_chat_template_kwargs).ids
         return encoder
 
@@ -226,8 +230,9 @@ def read(
 
 
 def _read(group: RowGroup, encoder: RowEncoder[Any], rows: int) -> pa.Table:
-    """Read the first `rows` rows of a row group. Raises ValueError if one has images, videos or sound."""
-    media = group.file.media
+    """Read the first `rows` rows of a row group. Raises ValueError if one has images, videos or sound that the encoder
+    does not read."""
+    media = [name for name in group.file.media if name not in encoder.columns()]
     columns = [name for name in [*encoder.columns(), *media] if name]
     parts = list(group.file.read([Slice(group.number, 0, rows)], columns))
     for part, batch in parts if media else ():

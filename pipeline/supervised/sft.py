@@ -9,8 +9,11 @@ The loss is the mean negative log-prob, in nats, over the trained tokens of the 
 3. A chat template may change earlier assistant messages when a later one is added, for example remove their thinking.
    This is accepted as long as no earlier message trains: then the model reads the same text as when it is served.
    Otherwise the conversation is refused.
+4. With `model.vision`, messages may show images, as in prompts. Their features take the places of the placeholders.
 """
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -19,17 +22,22 @@ from torch import Tensor
 
 from pipeline.cells import values
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
-from pipeline.conversations import may_be_messages, read_messages, read_tools
-from pipeline.models.packing import ModelInputs, lay_out
+from pipeline.conversations import may_be_messages, read_messages, read_tools, with_images
+from pipeline.models.packing import ModelInputs, PlaceImages, lay_out
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.special_tokens import Spellings
 from pipeline.omissions import check_tools
-from pipeline.rows import INTS
-from pipeline.supervised.data import RowEncoder, lists
+from pipeline.prompts.images import read_images
+from pipeline.rows import BINARIES, INTS
+from pipeline.supervised.data import RowEncoder, RowGroup, lists
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
 """Columns of an encoded conversation: two lists of equal length. The mask is 1 for tokens that train."""
+IMAGES = pa.field("images", BINARIES)
+"""Further column of runs with `model.vision`: the encoded images of the conversation, in order."""
+FILE = "file of the row"
+"""Column that `SFTEncoder` adds to rows with images: paths of images are relative to the file's folder."""
 
 
 class SFTEncoder(RowEncoder[SFTDataConfig]):
@@ -54,29 +62,63 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
                 )
 
     def columns(self) -> list[str | None]:
-        return [self.data.messages_key, self.data.tools_key, self.data.enable_thinking_key]
+        shown = [self.data.image_key] if self.vision else []
+        return [self.data.messages_key, self.data.tools_key, self.data.enable_thinking_key, *shown]
+
+    def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
+        return rows.append_column(FILE, pa.repeat(group.file.name, len(rows))) if self.vision else rows
 
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
         data = self.data
         limit = data.max_length
         encoded = []
         for row, place in zip(values(rows, places), places, strict=True):
-            segments, spellings = self.segments(row, place)
+            images = self._images(row, place)
+            segments, spellings = self.segments(row, place, len(images))
             place = f"{place}, column {data.messages_key!r}"
+            left = iter(images)
             ids: list[int] = []
             mask: list[int] = []
             tokens = self.special.encode([text for text, _ in segments], [spellings] * len(segments))
             for (_, learnt), part in zip(segments, tokens, strict=True):
+                if self.vision:
+                    part = self._expanded(part, left, place)
                 answer = self.answer_length(part) if learnt else 0
                 ids += part
                 mask += [1] * answer + [0] * (len(part) - answer)
+            if len(ids) > limit and images:
+                raise ValueError(
+                    f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={limit}, and one with "
+                    "images cannot be cut; raise it."
+                )
+            if next(left, None) is not None:
+                raise ValueError(f"{place}: an image comes after the last answer; remove it.")
             if len(ids) > limit and data.truncation == "error":
                 raise ValueError(
                     f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={limit}; raise it or "
                     "set data.truncation=right."
                 )
-            encoded.append({"input_ids": ids[:limit], "loss_mask": mask[:limit]})
-        return pa.Table.from_pylist(encoded, schema=SCHEMA)
+            encoded.append({"input_ids": ids[:limit], "loss_mask": mask[:limit], "images": images})
+        return pa.Table.from_pylist(encoded, schema=SCHEMA.append(IMAGES) if self.vision else SCHEMA)
+
+    def _images(self, row: dict[str, Any], place: str) -> list[bytes]:
+        """Return the encoded images of a row; [] in a run without images.
+
+        Raises ValueError, with `place` (file and row) at its beginning, if they cannot be read.
+        """
+        try:
+            return read_images(row, row[FILE], self.data) if self.vision else []
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}.") from error
+
+    def _expanded(self, part: list[int], left: Iterator[bytes], place: str) -> list[int]:
+        """Return the tokens `part` with the expansions of the next images in place of their placeholders."""
+        assert self.vision is not None
+        shown = list(islice(left, part.count(self.vision.placeholder)))
+        try:
+            return self.vision.expand(part, shown)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}.") from error
 
     def _template_arguments(self, row: dict[str, Any], place: str) -> dict[str, Any]:
         """Return the arguments of the chat template that a row has in columns: `tools` and `enable_thinking`.
@@ -99,8 +141,8 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
                 self.omissions.note(note)
         return arguments
 
-    def segments(self, row: dict[str, Any], place: str) -> tuple[list[tuple[str, bool]], Spellings]:
-        """Render the conversation of a row as a sequence of segments.
+    def segments(self, row: dict[str, Any], place: str, images: int = 0) -> tuple[list[tuple[str, bool]], Spellings]:
+        """Render the conversation of a row with `images` images as a sequence of segments.
 
         Returns the segments in order, as (text with stand-ins, whether it trains), and the special tokens that texts
         spell, which define the stand-ins.
@@ -110,7 +152,7 @@ class SFTEncoder(RowEncoder[SFTDataConfig]):
         """
         arguments = self._template_arguments(row, place)
         place = f"{place}, column {self.data.messages_key!r}"
-        messages = read_messages(row[self.data.messages_key], place)
+        messages = with_images(read_messages(row[self.data.messages_key], place, images > 0), images, place)
         learnt = [take_learnt(message, f"{place}: message {number}") for number, message in enumerate(messages)]
         spellings = self.spellings((messages, arguments), place)
         segments: list[tuple[str, bool]] = []
@@ -168,15 +210,18 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
     return learnt
 
 
-def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor, Tensor]:
-    """Build the micro-batch of the rows with the numbers `index`.
+def collate(
+    table: pa.Table, index: list[int], packed: bool = False, place_images: PlaceImages | None = None
+) -> tuple[ModelInputs, Tensor, Tensor]:
+    """Build the micro-batch of the rows with the numbers `index`. `place_images` is as in `packing.pack`.
 
     Returns:
         the model inputs; [N] indices into the flattened `input_ids` of the positions that predict trained tokens; and
         the ids of these N tokens. Without rows the inputs have a single padding token, and N = 0.
     """
     rows = table.take(pa.array(index, pa.int64()))
-    inputs = lay_out(lists(rows["input_ids"]), packed)
+    images = rows["images"].to_pylist() if place_images else None
+    inputs = lay_out(lists(rows["input_ids"]), packed, images, place_images)
     masks = lists(rows["loss_mask"])
     for mask in masks:
         mask[:1] = 0  # nothing predicts the first token
@@ -201,10 +246,11 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
         return list(pc.list_value_length(table["input_ids"]).to_pylist())
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        batch, places, targets = collate(table, index, self.packed)
+        reader = self.model.image_reader
+        batch, places, targets = collate(table, index, self.packed, reader and reader.place)
         batch = batch.to(self.device)
         chunk = self.config.trainer.logits_chunk_tokens
-        where = {"positions": batch.positions, "packing": batch.packing}
+        where = {"positions": batch.positions, "packing": batch.packing, "images": batch.images}
         return -self.model(
             batch.input_ids, places.to(self.device), targets.to(self.device), chunk_tokens=chunk, **where
         )[0].sum(dim=0, keepdim=True)
