@@ -18,7 +18,7 @@ $(if $(UNKNOWN),$(error $(UNKNOWN) is not a variable of this Makefile; it has $(
 # An environment that no longer holds the tested set is made again.
 HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.run.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
 
-# Settings of the demo (jobs/demo.py). TASK is countdown, higher_lower, calculator or lookup. MODEL=smollm2 trains a
+# Settings of the demo (jobs/demo.py). TASK is countdown, higher_lower, calculator, lookup or blocks. MODEL=smollm2 trains a
 # pretrained model on sums instead. ARGS has further settings, such as ARGS='rollout.n=16 actor.optim.lr=2e-5'.
 SEED ?= 1
 TASK ?= countdown

@@ -36,6 +36,9 @@ class Task:
     tiny: str = ""
     """Options for `jobs.tiny`."""
 
+    sft: str = ""
+    """Further settings of supervised training."""
+
 
 TASKS = {
     "countdown": Task(
@@ -46,6 +49,11 @@ TASKS = {
     "higher_lower": Task(2500, tiny="--digits 2 --hidden 128 --layers 3"),
     "calculator": Task(600),
     "lookup": Task(400),
+    "blocks": Task(
+        200,
+        tiny="--vision qwen2_5_vl --hidden 96 --layers 3",
+        sft="model.vision=trained data.train_batch_size=32 optim.lr=1e-3 data.max_length=96",
+    ),
 }
 SUMS, SMOLLM2 = "sums", "smollm2"
 """The task of pretrained models, and the name of the model that the demo downloads."""
@@ -133,7 +141,7 @@ class Demo:
             files = (f"data.train_files={sft_data}", f"data.val_files={self.data}/sft_test.parquet")
             steps = f"trainer.total_training_steps={task.sft_steps}"
             model = (f"out={self.model}", f"model.path={tiny}")
-            step("sft", *model, *files, f"trainer.seed={self.seed}", steps, *SFT.split())
+            step("sft", *model, *files, f"trainer.seed={self.seed}", steps, *SFT.split(), *task.sft.split())
 
     def settings(self, algorithm: str | None) -> list[str]:
         """Return the settings of `jobs.train` for this demo. `algorithm` None takes the task's own algorithm."""

@@ -263,7 +263,7 @@ class Job(Generic[C]):
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
         tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]
-        checked = check_rows(train_groups, val_groups, encoder(tokenizer, data))
+        checked = check_rows(train_groups, val_groups, encoder.of(config.model, data))
         if begin.saved:
             begin.notes += jumps(begin.saved.progress, {"model": (config.optim, resolved.steps)})
         lines += [("note", note) for note in (*begin.notes, *tried, *checked.notes)]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from jobs.command import called
 from jobs.entry import command
 from jobs.prepare import (
+    blocks,
     calculator,
     convert,
     countdown,
@@ -27,6 +28,7 @@ from jobs.prepare import (
 )
 
 DATASETS: dict[str, Any] = {
+    "blocks": blocks,
     "calculator": calculator,
     "countdown": countdown,
     "gsm8k": gsm8k.DATA,

@@ -116,7 +116,7 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
 
     Args:
         rows: the rows.
-        index: numbers of contexts. Only neighbours with equal prompts share a pack.
+        index: numbers of contexts. Only neighbours with equal prompts, and equal images in them, share a pack.
         max_tokens: most tokens of a pack; a pack of a single context may be longer.
         shared: whether contexts share prompts; else each context is a pack.
 
@@ -131,7 +131,9 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
     for context in index:
         prompt = rows.prompt_ids[offsets[context] : offsets[context + 1]]
         response = int(rows.response_offsets[context + 1] - rows.response_offsets[context])
-        if packs and length + response <= max_tokens and np.array_equal(prompt, pack_prompt):
+        # Placeholders of different images are the same tokens.
+        alike = not packs or rows.images is None or rows.images[context] == rows.images[packs[-1][0]]
+        if packs and length + response <= max_tokens and alike and np.array_equal(prompt, pack_prompt):
             packs[-1].append(context)
             length += response
         else:

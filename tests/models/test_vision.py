@@ -120,6 +120,22 @@ class Rows:
         return torch.cat(found)
 
 
+def test_only_prompts_with_the_same_images_are_shared(policy):
+    """The tokens of a question about two images of the same size are the same."""
+    rows = Rows(policy)
+    rows.shown = [(picture(4),), (picture(5),), (), ()]
+    rows.prompts = [rows.prompts[0], rows.prompts[0], rows.prompts[1], rows.prompts[1]]
+    rows.of = [0, 0, 1, 1, 2, 3, 3]
+    prompts = [rows.prompts[number] for number in rows.of]
+    rows.batch.prompt_ids, rows.batch.prompt_offsets = np.concatenate(prompts), np.cumsum([0, *map(len, prompts)])
+    rows.batch.images = np.fromiter((rows.shown[number] for number in rows.of), dtype=object, count=len(rows.of))
+    packs, _ = pack_rows(rows.batch, list(range(len(rows.of))), 10_000, True, False)
+    assert packs == [[0, 1], [2, 3], [4, 5, 6]]
+    with torch.no_grad():
+        shared, single = rows.packed(policy), rows.packed(policy, shared=False)
+    assert (shared - single).abs().max() < 1e-5
+
+
 def test_packed_rows_get_the_log_probs_and_gradients_of_single_rows(policy):
     rows = Rows(policy)
     names = [name for name, _ in policy.lm.named_parameters()]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.reward.rules import (
+    blocks,
     countdown,
     geo3k,
     gsm8k,
@@ -27,6 +28,7 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 Rule = Callable[..., dict[str, Any]]
 
 RULES: dict[str, Rule] = {
+    "blocks": blocks.compute_score,
     "countdown": countdown.compute_score,
     "gsm8k": gsm8k.compute_score,
     "openai/gsm8k": gsm8k.compute_score,  # the name in verl's files
