@@ -36,6 +36,7 @@ from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
+from pipeline.plan.check_images import model_problems
 from pipeline.plan.models import not_causal, read_model
 from pipeline.plan.trial import Load, try_model, try_tokenizer
 from pipeline.run.faults import RunEnded, sentence
@@ -127,14 +128,13 @@ class Job(Generic[C]):
         data, trainer = config.data, config.trainer
         lora, path = config.model.lora, config.model.path
         problems = [*violations(config), *sentences(config, config.problems()), *sentences(config, lora.problems())]
-        if config.model.vision != "none" and not hasattr(data, "image_key"):
-            problems.append(
-                f"model.vision={config.model.vision}: {self.name} cannot read images, only sft and train can; leave it "
-                "out."
-            )
         offload = check_offload.problems(config.model, {"": (config.optim, config.fsdp)}, trainer.use_gpu)
         problems += [f"{sentence}." for sentence in sentences(config, offload)]
         base = read_model(path)
+        if (vision := config.model.vision) != "none":
+            reads = hasattr(data, "image_key")
+            only = f"model.vision={vision}: {self.name} cannot read images, only sft and train can; leave it out"
+            problems += [f"{sentence}." for sentence in (model_problems(vision, base, path) if reads else [only])]
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if self.causal and base and (other := not_causal(base)):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")

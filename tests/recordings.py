@@ -1,7 +1,8 @@
 """Recordings for tests: what a run leaves in its folder, without the run."""
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def record(
     config: Config | None = None,
     tokenizer: Any = None,
     without: Sequence[str] = (),
+    images: Mapping[int, list[bytes]] | None = None,
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """Write a recording of `iterations` into `folder`; its rows.
@@ -75,6 +77,7 @@ def record(
         config: written beside the rows, if given.
         tokenizer: makes the tokens of a response; None takes the letters' codes.
         without: columns that are not written.
+        images: of each group's prompt; None writes no columns of images.
         changes: columns that have another value in every row.
     """
     made = []
@@ -85,6 +88,10 @@ def record(
             for group in range(chunk * CHUNK, (chunk + 1) * CHUNK)
             for sample in range(SAMPLES)
         ]
+        for row in rows if images is not None else ():
+            shown = images[row["offset"]]
+            hashes = [hashlib.blake2b(image, digest_size=16).digest() for image in shown]
+            row |= {"images": shown, "image_hash": hashes, "engine_prompt_ids": row["prompt_ids"]}
         schema = pa.schema([SCHEMA.field(name) for name in rows[0] if name not in without])
         Record(str(folder))(pa.Table.from_pylist(rows, schema=schema))
         made += rows

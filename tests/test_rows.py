@@ -30,6 +30,18 @@ def test_a_row_keeps_its_runs_in_a_file(tmp_path) -> None:  # type: ignore[no-un
     assert rows.token_versions(pq.read_table(tmp_path / "rows.parquet")).tolist() == [4, 4, 5]
 
 
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_images_of_a_group_once(cut: int) -> None:
+    images = pa.array([[b"a", b"b"]] * 3 + [[]] * 2 + [None] + [[b"c"]], rows.BINARIES)
+    table = pa.table({"uid": list("xxxyyzx"), "images": images, "n": range(7)}).slice(cut)
+    once = rows.images_once(table)
+    wanted = [[b"a", b"b"], None, None, [], None, None, [b"c"]][cut:]
+    wanted[0] = images[cut].as_py()
+    assert once["images"].to_pylist() == wanted and once.drop_columns(["images"]) == table.drop_columns(["images"])
+    assert once.schema == table.schema and rows.images_once(table.slice(0, 0)) == table.slice(0, 0)
+    assert rows.images_once(table.drop_columns(["images"])) == table.drop_columns(["images"])
+
+
 @pytest.mark.parametrize("name", rows.ROLLOUT.names)
 def test_no_column_may_be_missing(name: str) -> None:
     values = {field.name: pa.nulls(1, field.type) for field in rows.ROLLOUT if field.name != name}

@@ -7,7 +7,7 @@ from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.derived import reads_reference, uses_agent, uses_critic, uses_images, uses_reward_model
 from pipeline.models.processor import why_not
-from pipeline.plan.models import VISION, read_model
+from pipeline.plan.models import VISION, ModelFiles, read_model
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -21,11 +21,24 @@ def problems(config: Config) -> Iterator[str]:
     for key, path in paths.items():
         # Damaged folders are reported with all models of the run.
         with contextlib.suppress(ValueError):
-            if path and (model := read_model(path)) is not None:
-                if not model.config.get(VISION):
-                    yield f"{key}={path} has no {VISION} in its config.json, but model.vision={config.model.vision}"
-                elif reason := why_not(model.family):
-                    yield f"{key}={path} is of the family {model.family}, which cannot be trained on images: {reason}"
+            yield from model_problems(config.model.vision, read_model(path), path, key)
+
+
+def model_problems(vision: str, model: ModelFiles | None, path: str | None, key: str = "model.path") -> Iterator[str]:
+    """Yield a sentence if a model cannot be trained on images.
+
+    Args:
+        vision: `model.vision`, not `none`.
+        model: the model; None if it is not on this machine.
+        path: its folder or Hub name.
+        key: configuration key of `path`.
+    """
+    if model is None:
+        return
+    if not model.config.get(VISION):
+        yield f"{key}={path} has no {VISION} in its config.json, but model.vision={vision}"
+    elif reason := why_not(model.family):
+        yield f"{key}={path} is of the family {model.family}, which cannot be trained on images: {reason}"
 
 
 def _settings(config: Config) -> dict[str, object]:

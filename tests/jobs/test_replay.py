@@ -172,6 +172,15 @@ def test_code_of_a_project_that_moved_is_the_same(tmp_path: Path) -> None:
     assert sentence.startswith(f"agent.environment={tmp_path}/new/game.py:Game")
 
 
+def test_both_runs_read_images_or_neither() -> None:
+    text, shown = Config(), Config()
+    shown.model.vision = "frozen"
+    for new, old in ((text, shown), (shown, text)):
+        [sentence] = mismatches(new, old)
+        assert sentence.startswith(f"model.vision={new.model.vision}: the rows of")
+    assert not list(mismatches(shown, shown))
+
+
 def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list[str], tiny_model: Path) -> None:
     config, tokenizer = load_config([*settings, "agent.tools=[a:b]"]), AutoTokenizer.from_pretrained(tiny_model)
     first, reply, last, closing = (tokenizer(text)["input_ids"] for text in ("12", "one two", "call(3) so 4", "!"))

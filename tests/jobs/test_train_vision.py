@@ -1,5 +1,4 @@
-"""The plan of a run with images. Runs are refused until the stream passes images to engines, so the tests leave that
-sentence out."""
+"""The plan of a run with images."""
 
 from pathlib import Path
 
@@ -9,20 +8,9 @@ import pytest
 
 from jobs.tiny_vision import FAMILIES
 from jobs.train import main
-from pipeline.plan import check_images, checks
 from tests.pictures import picture, save_tiny
 
 STRUCTS = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-
-
-@pytest.fixture
-def runs_have_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = check_images.problems
-
-    def others(config):
-        return (sentence for sentence in problems(config) if "cannot pass images to its engines" not in sentence)
-
-    monkeypatch.setattr(checks.check_images, "problems", others)
 
 
 def write(path: Path, cells: list) -> Path:
@@ -52,7 +40,7 @@ def arguments(tmp_path: Path, family: str, cells: list) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dry_run_shows_a_prompt_with_its_images(tmp_path, family, runs_have_images, capsys, monkeypatch) -> None:
+def test_a_dry_run_shows_a_prompt_with_its_images(tmp_path, family, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     cells = [[{"bytes": picture(number, 60, 90), "path": "a.png"}] for number in range(8)]
     given = arguments(tmp_path, family, cells)
@@ -62,14 +50,9 @@ def test_a_dry_run_shows_a_prompt_with_its_images(tmp_path, family, runs_have_im
     assert "columns that are not read" not in shown
 
 
-def test_a_bad_image_ends_the_dry_run(tmp_path, runs_have_images, capsys, monkeypatch) -> None:
+def test_a_bad_image_ends_the_dry_run(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     cells = [[{"bytes": picture(1), "path": None}]] * 7 + [[{"bytes": b"no picture", "path": None}]]
     assert main([*arguments(tmp_path, "qwen3_vl", cells), "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert "train.parquet, row 7 (row group 0): an image of 10 bytes cannot be decoded: it begins as no" in error, error
-
-
-def test_a_run_is_refused_until_it_passes_images(tmp_path, capsys) -> None:
-    assert main([*arguments(tmp_path, "smolvlm", [[]] * 8), "--dry-run"]) == 2
-    assert "model.vision=frozen: a run cannot pass images to its engines in this version" in capsys.readouterr().err

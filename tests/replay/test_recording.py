@@ -55,6 +55,17 @@ def test_a_range_begins_with_its_first_group(tmp_path: Path) -> None:
     assert [recording.iteration_of(group) for group in (0, BATCH - 1, BATCH, 2 * BATCH - 1)] == [2, 2, 3, 3]
 
 
+def test_images_were_written_once_and_are_read_for_each_row(tmp_path: Path) -> None:
+    shown = {group: [b"png"] * (group % 3) for group in range(2 * BATCH)}
+    made = record(tmp_path, [1, 2], images=shown)
+    written = pq.read_table(file_of(tmp_path, 1, 0))["images"].to_pylist()
+    assert written == [shown[row // SAMPLES] if row % SAMPLES == 0 else None for row in range(CHUNK * SAMPLES)]
+    rows = Recording(str(tmp_path), images=True).rows(0, 2 * BATCH).to_pylist()
+    assert [row["images"] for row in rows] == [shown[row["offset"]] for row in made]
+    assert [len(row["image_hash"]) for row in rows] == [len(row["images"]) for row in rows]
+    assert "images" not in Recording(str(tmp_path)).rows(0, 1).column_names
+
+
 def test_baselines_are_read_only_where_they_are_asked_for(tmp_path: Path, named: Named) -> None:
     # Nor need an older recording name agents.
     record(tmp_path, [1], without=["baseline", "agent_name"])

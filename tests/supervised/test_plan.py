@@ -102,11 +102,19 @@ def test_unknown_trackers_are_refused(tmp_path: Path, tiny_model: Path, capsys: 
         assert "trainer.logger: mlfow is unknown; choose from console, mlflow" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", [sft, dpo, reward_model], ids=lambda job: job.__name__)
-def test_supervised_runs_read_no_images(
-    job: Any, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        (sft, "has no vision_config in its config.json, but model.vision=frozen"),
+        (dpo, "model.vision=frozen: dpo cannot read images, only sft and train can; leave it out"),
+        (reward_model, "model.vision=frozen: reward_model cannot read images, only sft and train can; leave it out"),
+    ],
+    ids=["sft", "dpo", "reward_model"],
+)
+def test_runs_that_cannot_read_images(
+    job: Any, sentence: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = write(tmp_path / "a.parquet", 44)
     given = [f"model.path={tiny_model}", f"data.train_files={files}", f"out={tmp_path / 'out'}", "model.vision=frozen"]
     assert job.main([*given, *DRY]) == 2
-    assert "model.vision=frozen: only `train` can read images; leave it out" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err

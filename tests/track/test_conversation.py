@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipeline.track.conversation import conversation, why_ended
+from tests.pictures import picture
 from tests.track.conversations import OPENED, PLAYED, PROMPT, SPANS, episode, programmed, single
 
 
@@ -17,6 +18,16 @@ def test_a_single_response_is_a_conversation_with_one_answer() -> None:
     assert (turn.start, turn.tokens, turn.versions, turn.reward) == (0, len(row["response_ids"]), [4], None)
     assert turn.log_prob == pytest.approx(sum(row["rollout_log_probs"]) / turn.tokens)
     assert why_ended(row) == "stop: the model ended it"
+
+
+def test_images_are_named_by_their_sizes() -> None:
+    prompt = [{"role": "user", "content": "Is <image> like <image>?"}]
+    row = single(prompt=json.dumps(prompt))
+    images = [picture(1, 60, 90), b"gone bad"]
+    text = "Is [image 60 x 90 PNG] like [image of 8 bytes]?"
+    assert conversation(row | {"images": images}).prompt == [{"role": "user", "content": text}]
+    for none in ({}, {"images": None}, {"images": []}):
+        assert conversation(row | none).prompt == prompt, "without images the mark is text"
 
 
 def test_a_begun_answer_is_part_of_the_response() -> None:
