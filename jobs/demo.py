@@ -50,7 +50,7 @@ TASKS = {
     "calculator": Task(600),
     "lookup": Task(400),
     "blocks": Task(
-        200,
+        100,
         tiny="--vision qwen2_5_vl --hidden 96 --layers 3",
         sft="model.vision=trained data.train_batch_size=32 optim.lr=1e-3 data.max_length=96",
     ),

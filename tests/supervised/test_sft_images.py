@@ -13,7 +13,7 @@ from jobs import sft as job
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SFTDataConfig
 from pipeline.models.policy import load_policy
-from pipeline.models.processor import decode
+from pipeline.models.processor import decode, load_vision
 from pipeline.models.sharing import Passes
 from pipeline.supervised.data import check_rows
 from pipeline.supervised.sft import SFTEncoder, collate
@@ -56,7 +56,7 @@ def encode(model: ModelConfig, tmp_path: Path) -> Encode:
 
 
 def test_placeholders_are_expanded_and_only_answers_train(model: ModelConfig, encode: Encode) -> None:
-    vision = load_policy(model).image_reader.vision
+    vision = load_vision(model)
     for row, shown, question, answer in zip(encode().to_pylist(), SHOWN, QUESTIONS, ANSWERS, strict=True):
         features = sum(vision.expansion(image).count(vision.placeholder) for image in shown)
         assert row["input_ids"].count(vision.placeholder) == features and row["images"] == shown
