@@ -1,4 +1,4 @@
-"""Pictures of coloured blocks, with questions: how many blocks, or of which colour.
+"""Pictures of coloured blocks, with questions: how many blocks there are, or their colour.
 
 A picture of 56 x 56 pixels has 1 to 4 blocks of one of 4 colours. Numbers and colours are uniform and independent, so
 without the picture one of 4 answers is right. Answers of the warm start have the right form, and most are drawn at
