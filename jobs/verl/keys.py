@@ -106,6 +106,8 @@ RULED: dict[str, str] = {
     "trainer.n_gpus_per_node": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
     "trainer.nnodes": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
     f"{_ROLLOUT}.name": "rollout.name",
+    "data.image_key": "model.vision and data.image_key",
+    f"{_ACTOR}.freeze_vision_tower": "model.vision",
     f"{_ROLLOUT}.enable_chunked_prefill": "rollout.engine_kwargs.enable_chunked_prefill",
     f"{_ACTOR}.tis_imp_ratio_cap": f"{_CORRECTION}.rollout_is_threshold",
     f"{_ACTOR}.use_token_level_loss": "actor.loss_agg_mode",
@@ -153,9 +155,9 @@ CANNOT: dict[str, str] = {
         "actor_rollout_ref.rollout.custom.* *.multi_turn.completion_callback"
     ),
     "what was sampled stays in the context as it was": "*.multi_turn.use_inference_chat_template",
-    "images, video and audio are not read": (
-        "*.freeze_vision_tower *.limit_images data.*image* data.*video* data.*audio* data.*multi_modal* "
-        "data.mm_processor_kwargs* *.use_preprocessed_multimodal_input *.mm_processor_cache_gb *.vision_*"
+    "video and audio are not read": "data.*video* data.*audio*",
+    "images are processed as model.min_pixels and model.max_pixels say, or as the model's own settings do": (
+        "data.*image* data.*multi_modal* data.mm_processor_kwargs* *.use_preprocessed_multimodal_input *.vision_*"
     ),
     "an adapter is model.lora.rank rows for the linear layers of model.lora.target_modules, and nothing else": (
         "*.lora_* *.lora.* *.lora *.exclude_modules *.target_parameters *.enable_lora"
@@ -201,6 +203,8 @@ LOST: dict[str, str] = {
         "*.param_offload *.optimizer_offload *.grad_offload *.offload_policy"
     ),
     "the model is sharded over all train workers": "*.fsdp_size *.fsdp_config.* *.fsdp.*",
+    "a prompt may have up to 64 images, as far as data.max_image_bytes allows": "*.limit_images",
+    "engines keep processed images by themselves": "*.mm_processor_cache_gb",
     "logits are always taken in pieces (actor.logits_chunk_tokens)": (
         "*.entropy_from_logits_* *.entropy_checkpointing *.use_fused_kernels *.fused_kernel_options.* *.use_liger "
         "*.tiled_mlp.*"

@@ -14,6 +14,7 @@ from pipeline.config.scoring import TRAIN_WORKERS
 from pipeline.config.trainer import LOGGERS
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_CACHE = "disable_mm_preprocessor_cache"
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
 _MOST_PROMPTS = 1 << 20
 _MOST_BATCHES = 100
@@ -43,6 +44,25 @@ def engine_name(state: State) -> None:
         state.set("rollout.name", name)
     elif name not in (None, "vllm"):
         state.leave(f"{_ROLLOUT}.name", "vLLM is the engine")
+
+
+def images(state: State) -> None:
+    """Convert a run whose script names the column of images, or freezes a vision tower, which verl trains by default.
+
+    The column has a default in verl, so other scripts do not say whether their rows have images.
+    """
+    column, frozen = state.given.get("data.image_key"), state.given.get(f"{_ACTOR}.freeze_vision_tower") is True
+    if column is None and not frozen:
+        return
+    if column is not None:
+        state.take("data.image_key", "data.image_key", column)
+    state.set("model.vision", "frozen" if frozen else "trained")
+    # An argument of older versions of vLLM.
+    state.values.get("rollout.engine_kwargs", {}).pop(_CACHE, None)
+    state.leave(f"{_ROLLOUT}.engine_kwargs.vllm.{_CACHE}", "engines keep processed images by themselves")
+    if state.get("rollout.name") != "vllm":
+        state.drop("rollout.name")
+        state.leave(f"{_ROLLOUT}.name", "only vLLM reads images here", cannot=True)
 
 
 def adapters(state: State) -> None:
@@ -310,6 +330,7 @@ RULES: tuple[Callable[[State], None], ...] = (
     *(
         words,
         engine_name,
+        images,
         adapters,
         sequences,
         reference,

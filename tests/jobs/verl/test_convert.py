@@ -171,6 +171,11 @@ data.train_batch_size=96 A.ppo_mini_batch_size=36 -> actor.ppo_mini_batch_size=3
 data.max_response_length=512 R.response_length=1024 -> data.max_response_length=1024
 R.name=hf -> rollout.name=hf
 R.name=sglang -> rollout.name=null
+data.image_key=images -> model.vision=trained
+data.image_key=pictures A.freeze_vision_tower=True -> model.vision=frozen data.image_key=pictures
+data.image_key=null A.freeze_vision_tower=False -> model.vision=null data.image_key=null
+data.image_key=images R.name=hf -> model.vision=trained rollout.name=null
+data.image_key=images R.engine_kwargs.vllm.disable_mm_preprocessor_cache=True -> rollout.engine_kwargs={}
 actor_rollout_ref.model.lora_rank=8 R.name=vllm -> model.lora.weight_sync=adapter
 actor_rollout_ref.model.lora_rank=8 R.name=hf -> model.lora.weight_sync=null rollout.name=hf
 R.enable_chunked_prefill=False -> rollout.engine_kwargs={enable_chunked_prefill:false}
