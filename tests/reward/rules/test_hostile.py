@@ -17,6 +17,7 @@ TRUTHS: dict[str, Any] = {
     "countdown": {"target": 9, "numbers": [4, 5]},
     "searchR1_*": {"target": ["ninety"]},
     "reverse_text": "txet",
+    "blocks": "9",
 }
 WRONG = {"math_dapo": -1.0, "math": -1.0, "math_dapo_reasoning": -1.0, "aime*": -1.0}
 
