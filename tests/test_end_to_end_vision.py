@@ -97,7 +97,7 @@ def test_a_run_with_images(tmp_path: Path, ray_session: None) -> None:
         assert show.main([str(run.folder), "--split", "val", "--uid", "val-2"]) == 0
         assert show.main([str(run.folder), "--iteration", "1", "--uid", uid, "--sample", "1"]) == 0
     assert page.getvalue().count("[image 60 x 90 PNG] and [image 60 x 90 PNG] and What colour") == 2
-    assert (run.folder / "model" / "preprocessor_config.json").is_file()
+    assert (run.folder / "model" / "processor_config.json").is_file()
 
 
 @pytest.mark.long
