@@ -75,7 +75,7 @@ FACTS = {
         adapters=False,
         tensor_parallel=False,
         quantised=False,
-        images=False,
+        images=True,
         own_models=False,
         arguments=("use_cache",),
     ),

@@ -46,6 +46,24 @@ class TokenBatch:
             made.images = np.fromiter(shown, dtype=object, count=len(table))
         return made
 
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        responses: Sequence[Sequence[int] | np.ndarray] | None = None,
+        images: Sequence[Sequence[bytes]] | None = None,
+    ) -> "TokenBatch":
+        """Join rows of one context each.
+
+        Args:
+            prompts: token ids of each prompt.
+            responses: token ids of each response; None without responses.
+            images: encoded images of each prompt; None for text.
+        """
+        parts = [part for rows in (prompts, responses or [()] * len(prompts)) for part in _joined(rows)]
+        shown = None if images is None else np.fromiter(map(tuple, images), dtype=object, count=len(images))
+        return cls(*parts, np.arange(len(prompts) + 1), images=shown)
+
     def __len__(self) -> int:
         return len(self.context_offsets) - 1
 
@@ -226,6 +244,12 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of all rows end to end, int32, and the start of each row, with the end of the last."""
+    ends = np.cumsum([0, *map(len, rows)])
+    return np.concatenate([np.empty(0, np.int32), *(np.asarray(row, np.int32) for row in rows)]), ends
 
 
 def _hashes(names: Iterable[str]) -> np.ndarray:

@@ -235,9 +235,5 @@ def lay_out(
         images: encoded images of each sequence; None for text.
         place_images: as in `pack`.
     """
-    counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
-    tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
-    ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)
-    shown = None if images is None else np.fromiter(map(tuple, images), dtype=object, count=len(images))
-    rows = TokenBatch(tokens, ends, tokens[:0], none, np.arange(len(counts) + 1), images=shown)
-    return pack(rows, [[row] for row in range(len(counts))], packed=packed, place_images=place_images)
+    rows = TokenBatch.of(sequences, images=images)
+    return pack(rows, [[row] for row in range(len(rows))], packed=packed, place_images=place_images)

@@ -86,8 +86,7 @@ class Policy(Pretrained):
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
         share = packing.share if packing else None
-        given = self._embed(input_ids, images)
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, given)
+        hidden = self.hidden(input_ids, logit_index, positions, packing, images)
         if share:
             targets = targets.index_select(0, share.own)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
@@ -115,8 +114,7 @@ class Policy(Pretrained):
 
         Arguments are as in `forward`. The policy must not be sharded.
         """
-        given = self._embed(input_ids, images)
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, given)
+        hidden = self.hidden(input_ids, logit_index, positions, packing, images)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -128,11 +126,19 @@ class Policy(Pretrained):
         ids = few_tokens(self.lm, device)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
 
-    def _embed(self, input_ids: Tensor, images: ImageInputs | None) -> dict[str, Any] | None:
-        """Return the arguments of the decoder in place of `input_ids`; None if no images are read."""
-        if self.image_reader is None:
-            return None
-        return self.image_reader.embed(input_ids, images, sharded=isinstance(self, FSDPModule))
+    def hidden(
+        self,
+        input_ids: Tensor,
+        index: Tensor,
+        positions: Tensor | None,
+        packing: Layout | None,
+        images: ImageInputs | None,
+    ) -> Tensor:
+        """[N, H] last hidden states at the flat positions `index` [N]. Arguments are as in `forward`."""
+        reader, given = self.image_reader, None
+        if reader is not None:
+            given = reader.embed(input_ids, images, sharded=isinstance(self, FSDPModule))
+        return hidden_states(self.decoder, input_ids, index, positions, packing, given)
 
     @property
     def decoder(self) -> Any:

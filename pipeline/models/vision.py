@@ -90,7 +90,7 @@ class ImageReader:
         """Return the arguments of the decoder in place of `input_ids`; None without images.
 
         Args:
-            input_ids: [1, T] int64.
+            input_ids: [B, T] int64.
             images: images of the prompts.
             sharded: whether the tower is divided over ranks; each of them must then call it.
         """
@@ -103,10 +103,11 @@ class ImageReader:
         if images is None or not shown:
             nothing = 0 * torch.stack([part.sum() for part in (found, *deep)]).sum()
             return {"inputs_embeds": embeds + nothing.to(embeds.dtype)}
-        given: dict[str, Any] = {"inputs_embeds": embeds.index_copy(1, images.index, found[None].to(embeds.dtype))}
+        filled = embeds.flatten(0, 1).index_copy(0, images.index, found.to(embeds.dtype))
+        given: dict[str, Any] = {"inputs_embeds": filled.view_as(embeds)}
         if deep:
             mask = torch.zeros_like(input_ids, dtype=torch.bool)
-            mask[0, images.index] = True
+            mask.view(-1)[images.index] = True
             given |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
         return given
 

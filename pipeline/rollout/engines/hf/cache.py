@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from pipeline.models.batch import TokenBatch
+from pipeline.models.policy import Policy
 
 AHEAD = 64
 """Columns that are allocated at a time."""
@@ -94,6 +98,9 @@ class WindowCache:
         self._cache: Any = None
         self._first: list[int] = []
         """Column of each row's first token."""
+        self._ahead: list[int] = []
+        """Position of each row's next token, less its number of tokens; not 0 if a family counts an image's features
+        in another way."""
 
     def __len__(self) -> int:
         return len(self._first)
@@ -104,20 +111,35 @@ class WindowCache:
         held = (part for layer in self._cache.layers for part in (layer.keys, layer.values))
         return sum(part.shape[1] * part.shape[3] * part.itemsize for part in held)
 
-    def prefill(self, lm: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, "WindowCache"]:
-        """Let `lm` read whole rows; returns logits [R, V] after the last token of each, and a cache that holds them."""
-        made, longest = WindowCache(self._device), max(map(len, rows))
+    def prefill(self, policy: Policy, rows: TokenBatch) -> tuple[Tensor, "WindowCache"]:
+        """Let the policy read whole rows; returns logits [R, V] after the last token of each, and a cache that holds
+        them."""
+        made, longest = WindowCache(self._device), max(rows.lengths)
         made._window = CacheWindow(len(rows), longest)
         made._window.rows = len(rows)
         made._cache = Cache(layer_class_to_replicate=partial(WindowLayer, made._window))  # type: ignore[arg-type]
-        made._first = [longest - len(row) for row in rows]
-        ids = torch.tensor([[0] * first + list(row) for first, row in zip(made._first, rows, strict=True)])
-        return made._pass(lm, ids), made
+        made._first, made._ahead = [longest - length for length in rows.lengths], [0] * len(rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        for row, first in enumerate(made._first):
+            middle = first + int(rows.prompt_offsets[row + 1] - rows.prompt_offsets[row])
+            ids[row, first:middle] = torch.from_numpy(rows.prompt_ids[slice(*rows.prompt_offsets[row : row + 2])])
+            ids[row, middle:] = torch.from_numpy(rows.response_ids[slice(*rows.response_offsets[row : row + 2])])
+        positions = made._positions(longest)
+        given: dict[str, Any] | None = None
+        if policy.image_reader is not None and rows.images is not None:
+            numbers, lengths = np.arange(len(rows)), np.array(rows.lengths)
+            starts = numbers * longest + np.array(made._first)
+            images, flat = policy.image_reader.place(rows, numbers, starts, lengths, positions.view(1, -1))
+            positions = flat.view(*flat.shape[:-2], *ids.shape)
+            last = flat.view(-1, *ids.shape).amax((0, 2))
+            made._ahead = (last + 1 - torch.from_numpy(lengths)).tolist()
+            given = policy.image_reader.embed(ids.to(self._device), images.to(self._device), sharded=False)
+        return made._pass(policy, given or {"input_ids": ids.to(self._device)}, positions), made
 
-    def decode(self, lm: Any, tokens: Sequence[int]) -> Tensor:
-        """Let `lm` read one more token of each row; returns logits [R, V]."""
+    def decode(self, policy: Policy, tokens: Sequence[int]) -> Tensor:
+        """Let the policy read one more token of each row; returns logits [R, V]."""
         self._make_room(len(self), 1)
-        return self._pass(lm, torch.tensor(tokens)[:, None])
+        return self._pass(policy, {"input_ids": torch.tensor(tokens, device=self._device)[:, None]}, self._positions(1))
 
     def join(self, other: "WindowCache", index: Sequence[int]) -> None:
         """Add rows of another cache.
@@ -148,6 +170,7 @@ class WindowCache:
                 rows = getattr(new, name)[:, :, :columns].index_select(0, chosen)
                 getattr(own, name)[old : window.rows, :, place : window.end] = rows
         self._first += [place + other._first[number] for number in index]
+        self._ahead += [other._ahead[number] for number in index]
 
     def keep(self, index: Sequence[int]) -> list[int]:
         """Remove all rows but those in `index`; returns the old numbers of the rows in their new order."""
@@ -166,34 +189,39 @@ class WindowCache:
             for layer in self._cache.layers:
                 for held in (layer.keys, layer.values):
                     held[holes, :, columns] = held[moved, :, columns]
-        self._first = [self._first[number] for number in order]
+        self._first, self._ahead = ([held[number] for number in order] for held in (self._first, self._ahead))
         window.rows, window.start = count, min(self._first)
         return order
 
     def clear(self) -> None:
         """Drop all rows and free their memory."""
-        self._window, self._cache, self._first = CacheWindow(0, 0), None, []
+        self._window, self._cache, self._first, self._ahead = CacheWindow(0, 0), None, [], []
 
-    def _pass(self, lm: Any, ids: Tensor) -> Tensor:
-        """Run `lm` on the new columns `ids` [R, C]; returns logits [R, V] of the last one."""
-        window, ids = self._window, ids.to(self._device)
-        end = window.end + ids.shape[1]
-        first = torch.tensor(self._first, device=self._device)[:, None]
-        positions = torch.arange(window.end, end, device=self._device)[None] - first
+    def _positions(self, columns: int) -> Tensor:
+        """[R, C] int64 on the CPU, positions of the tokens in the next `columns` columns; 0 for padding."""
+        end, first = self._window.end, torch.tensor(self._first)[:, None]
+        counted = torch.arange(end, end + columns)[None] - first
+        return counted.clamp_(min=0) + torch.tensor(self._ahead)[:, None]
+
+    def _pass(self, policy: Policy, given: dict[str, Any], positions: Tensor) -> Tensor:
+        """Run the policy on new columns; returns logits [R, V] of the last one.
+
+        Args:
+            policy: the policy.
+            given: tokens of the new columns, or their embeddings, as arguments of the decoder.
+            positions: [R, C] int64, or [3, R, C] for positions with three axes.
+        """
+        window = self._window
+        end = window.end + positions.shape[-1]
         more: dict[str, Any] = {}
         if max(self._first) > window.start:
+            first = torch.tensor(self._first, device=self._device)[:, None]
             more["attention_mask"] = torch.arange(window.start, end, device=self._device)[None] >= first
-        output = lm(
-            input_ids=ids,
-            position_ids=positions.clamp_(min=0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **more,
+        output = policy.decoder(
+            **given, position_ids=positions.to(self._device), past_key_values=self._cache, use_cache=True, **more
         )
         window.end = end
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        return policy.logits(output.last_hidden_state[:, -1])
 
     def _make_room(self, rows: int, columns: int) -> None:
         """Allocate memory for `rows` rows, and for `columns` columns after the window."""

@@ -10,6 +10,7 @@
 4. Without a cache (`rollout.engine_kwargs.use_cache=false`) each step passes whole rows in the trainer's way. That is
    slow, and it takes every model that can be trained. A finished row passes once more, by itself, for its log-probs: if
    the trainer passes single rows too, both compute the same numbers.
+5. Images of prompts are read by the trainer's code (`ImageReader`), each once a prefill.
 """
 
 import logging
@@ -26,10 +27,12 @@ from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.errors import short_reason
 from pipeline.generation import EngineOutput, EngineRequest, Generation
-from pipeline.models.attention import hidden_states
+from pipeline.models.batch import TokenBatch
 from pipeline.models.ends import find_ends
+from pipeline.models.packing import ModelInputs, pack
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.pretrained import differs
+from pipeline.models.sharing import Passes
 from pipeline.models.state import tensors
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rollout.engines.hf.cache import AHEAD, WindowCache
@@ -60,6 +63,12 @@ class PartialRow:
     def tokens(self) -> list[int]:
         """All tokens of the row."""
         return self.request.prompt_ids + self.ids
+
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """All that the row's next token depends on: tokens, and hashes of images, whose placeholders are all alike."""
+        images = self.request.images
+        return tuple(self.tokens), images.hashes if images else ()
 
     @property
     def longest(self) -> int:
@@ -107,7 +116,11 @@ class HuggingFace:
         self._waiting: list[PartialRow] = []
         self._running: list[PartialRow] = []
         self._cache = WindowCache(self._device)
+        self._packs = False
         self.uses_cache = rollout.engine_kwargs.get("use_cache", True) and self._can_cache()
+        if not self.uses_cache and self.policy.image_reader is not None:
+            # Features of images are placed only in packed rows.
+            self._packs = Passes.of(self.policy, "never").packed
         self._cells = self._room(rollout) if self.uses_cache else 0
 
     def add(self, request_id: str, request: EngineRequest) -> None:
@@ -183,22 +196,21 @@ class HuggingFace:
 
     def _prefill(self) -> list[EngineOutput]:
         """Read waiting prompts, and sample the first token of each row."""
-        prompts: list[list[int]] = []
+        prompts: list[PartialRow] = []
         number_of: dict[Any, int] = {}
         places: list[int] = []
         longest = 0
         for row in self._waiting[: self._fits()]:
-            tokens = row.tokens
-            key = tuple(tokens) if self._shares_prompts else row.id
+            key = row.content if self._shares_prompts else row.id
             if key not in number_of:
-                wider = max(longest, len(tokens))
+                wider = max(longest, len(row.tokens))
                 if prompts and (len(prompts) + 1) * wider > self._tokens:
                     break
                 longest, number_of[key] = wider, len(prompts)
-                prompts.append(tokens)
+                prompts.append(row)
             places.append(number_of[key])
         rows = self._take(len(places))
-        logits, cache = self._cache.prefill(self.policy.lm, prompts)
+        logits, cache = self._cache.prefill(self.policy, self._batch(prompts))
         outputs = self._sample(rows, logits[places])
         going = [number for number, row in enumerate(rows) if not row.reason]
         self._cache.join(cache, [places[number] for number in going])
@@ -206,7 +218,7 @@ class HuggingFace:
         return outputs
 
     def _decode(self) -> list[EngineOutput]:
-        outputs = self._sample(self._running, self._cache.decode(self.policy.lm, [r.ids[-1] for r in self._running]))
+        outputs = self._sample(self._running, self._cache.decode(self.policy, [row.ids[-1] for row in self._running]))
         self._keep(lambda row: not row.reason)
         return outputs
 
@@ -222,10 +234,10 @@ class HuggingFace:
         ids = [number % self.policy.lm.config.get_text_config().vocab_size for number in range(3, 12)]
         reason = "they differ"
         with torch.inference_mode():
-            whole = self._logits([ids, ids[:6]])
+            whole = self._logits(TokenBatch.of([ids, ids[:6]], [[0], [0]]))
             try:
-                _, cache = WindowCache(self._device).prefill(self.policy.lm, [ids[:-1], ids[:5]])
-                cached = cache.decode(self.policy.lm, [ids[-1], ids[5]])
+                _, cache = WindowCache(self._device).prefill(self.policy, TokenBatch.of([ids[:-1], ids[:5]]))
+                cached = cache.decode(self.policy, [ids[-1], ids[5]])
                 self._cell_bytes = cache.cell_bytes
             # Families have caches of their own, and fail with other ones in many ways.
             except Exception as error:  # noqa: BLE001
@@ -252,19 +264,31 @@ class HuggingFace:
 
     # Steps without a cache.
 
-    def _logits(self, rows: Sequence[list[int]]) -> Tensor:
-        """Pass whole rows as the trainer does; returns logits [R, V] after the last token of each."""
-        longest = max(map(len, rows))
-        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = torch.tensor(row)
-        last = torch.tensor([number * longest + len(row) - 1 for number, row in enumerate(rows)])
-        return self.policy.logits(hidden_states(self.policy.decoder, ids.to(self._device), last.to(self._device)))
+    def _batch(self, rows: Sequence[PartialRow], more: Sequence[int] = ()) -> TokenBatch:
+        """Return rows in the trainer's form, with the tokens `more` after each."""
+        reads = self.policy.image_reader is not None
+        images = [row.request.images.encoded if row.request.images else () for row in rows] if reads else None
+        return TokenBatch.of([row.request.prompt_ids for row in rows], [[*row.ids, *more] for row in rows], images)
+
+    def _inputs(self, rows: TokenBatch) -> ModelInputs:
+        """Lay out rows as the trainer does without shared prompts."""
+        reader = self.policy.image_reader
+        packs = [[row] for row in range(len(rows))]
+        inputs = pack(rows, packs, packed=self._packs, place_images=reader.place if reader else None)
+        return inputs.to(self._device)
+
+    def _logits(self, rows: TokenBatch) -> Tensor:
+        """Pass whole rows as the trainer does; returns logits [R, V] that predict each row's last token."""
+        made = self._inputs(rows)
+        last = torch.from_numpy(rows.response_offsets[1:] - 1).to(self._device)
+        index = made.logit_index[last]
+        return self.policy.logits(self.policy.hidden(made.input_ids, index, made.positions, made.packing, made.images))
 
     def _pass_whole(self) -> list[EngineOutput]:
         """Sample one token of each running row from a pass over the whole row."""
         rows = self._running
-        self._sample(rows, self._logits([row.tokens for row in rows]))
+        # The last token of a response predicts nothing, so a further one comes after it.
+        self._sample(rows, self._logits(self._batch(rows, [0])))
         done = [row for row in rows if row.reason]
         for row in done:
             if row.plain:
@@ -274,10 +298,16 @@ class HuggingFace:
 
     def _rescored(self, row: PartialRow) -> list[float]:
         """Compute the log-probs of a response as the trainer does, in one pass over the row."""
-        prompt, tokens = len(row.request.prompt_ids), row.tokens
-        ids = torch.tensor([tokens], device=self._device)
-        select = torch.arange(prompt - 1, len(tokens) - 1, device=self._device)
-        log_probs, _ = self.policy(ids, select, ids[0, prompt:], temperature=row.request.sampling.temperature or 1.0)
+        made = self._inputs(self._batch([row]))
+        log_probs, _ = self.policy(
+            made.input_ids,
+            made.logit_index,
+            made.targets,
+            temperature=row.request.sampling.temperature or 1.0,
+            positions=made.positions,
+            packing=made.packing,
+            images=made.images,
+        )
         numbers: list[float] = log_probs.tolist()
         return numbers
 

@@ -9,6 +9,8 @@ import torch
 
 from pipeline.config import Config
 from pipeline.generation import EngineOutput, EngineRequest
+from pipeline.models.batch import TokenBatch
+from pipeline.models.packing import pack as lay_out
 from pipeline.rollout.engines import build
 from pipeline.rollout.engines.hf.engine import HuggingFace
 from pipeline.sampling import Sampling
@@ -51,13 +53,13 @@ def requests(n: int = 2, sampling: Sampling = SAMPLED) -> list[EngineRequest]:
 def count_passes(own: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the ids that the model gets from now on."""
     shapes: list[tuple[int, ...]] = []
-    forward = own.policy.lm.forward
+    forward = own.policy.decoder.forward
 
     def counted(**named: Any) -> Any:
         shapes.append(tuple(named["input_ids"].shape))
         return forward(**named)
 
-    monkeypatch.setattr(own.policy.lm, "forward", counted)
+    monkeypatch.setattr(own.policy.decoder, "forward", counted)
     return shapes
 
 
@@ -127,9 +129,8 @@ def test_without_a_cache_rows_are_the_same_and_their_gap_is_0(tiny_model: Path, 
     assert ids(made) == ids(run(cached, requests()))
     for number, request in enumerate(requests()):
         generation = made[str(number)].generation
-        row = torch.tensor([request.prompt_ids + generation.token_ids.tolist()])
-        select = torch.arange(len(request.prompt_ids) - 1, row.shape[1] - 1)
-        own, _ = plain.policy(row, select, row[0, len(request.prompt_ids) :])
+        row = lay_out(TokenBatch.of([request.prompt_ids], [generation.token_ids]), [[0]])
+        own, _ = plain.policy(row.input_ids, row.logit_index, row.targets)
         assert np.array_equal(own.numpy(), generation.log_probs)
 
 
