@@ -101,6 +101,18 @@ def test_a_run_with_images(tmp_path: Path, ray_session: None) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_hf_and_a_critic_read_images(tmp_path: Path, family: str, ray_session: None) -> None:
+    start = starter(settings(tmp_path, family))
+    more = ("rollout.name=hf", "algorithm=ppo", "critic.optim.lr=1e-2", "trainer.total_training_steps=2")
+    run = start("valued", *more)
+    for iteration in (1, 2):
+        check(run, tmp_path, iteration)
+    assert run.records[2]["critic/grad_norm"] > 0
+    assert gap(tmp_path / "model", run, 1) < 1e-4 < gap(tmp_path / "model", run, 2), "the second is of new weights"
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_continues_and_what_reads_it(tmp_path: Path, family: str, ray_session: None) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
-from pipeline.models.attention import Layout, hidden_states
+from pipeline.models.attention import Layout
 from pipeline.models.head import LogitRule, own_rows, token_log_probs
 from pipeline.models.lora import inject, policy_class
 from pipeline.models.mesh import Mesh
@@ -31,7 +30,7 @@ from pipeline.models.pretrained import (
 )
 from pipeline.models.processor import load_vision
 from pipeline.models.repeatable import few_tokens
-from pipeline.models.vision import ImageReader
+from pipeline.models.vision import ImageReader, read
 
 
 class Policy(Pretrained):
@@ -86,7 +85,7 @@ class Policy(Pretrained):
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
         share = packing.share if packing else None
-        hidden = self.hidden(input_ids, logit_index, positions, packing, images)
+        hidden = read(self, input_ids, logit_index, positions, packing, images)
         if share:
             targets = targets.index_select(0, share.own)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
@@ -114,7 +113,7 @@ class Policy(Pretrained):
 
         Arguments are as in `forward`. The policy must not be sharded.
         """
-        hidden = self.hidden(input_ids, logit_index, positions, packing, images)
+        hidden = read(self, input_ids, logit_index, positions, packing, images)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -125,20 +124,6 @@ class Policy(Pretrained):
         """Run a forward pass over a few tokens, for `check_repeatable`."""
         ids = few_tokens(self.lm, device)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
-
-    def hidden(
-        self,
-        input_ids: Tensor,
-        index: Tensor,
-        positions: Tensor | None,
-        packing: Layout | None,
-        images: ImageInputs | None,
-    ) -> Tensor:
-        """[N, H] last hidden states at the flat positions `index` [N]. Arguments are as in `forward`."""
-        reader, given = self.image_reader, None
-        if reader is not None:
-            given = reader.embed(input_ids, images, sharded=isinstance(self, FSDPModule))
-        return hidden_states(self.decoder, input_ids, index, positions, packing, given)
 
     @property
     def decoder(self) -> Any:

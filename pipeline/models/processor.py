@@ -66,19 +66,14 @@ class Vision:
         """A small encoded image."""
         from PIL import Image
 
-        file = io.BytesIO()
-        Image.new("RGB", (64, 64)).save(file, "PNG")
-        return file.getvalue()
+        return _png(Image.new("RGB", (64, 64)))
 
     def noise(self, seed: int) -> bytes:
         """Return an encoded image of 96 x 64 random pixels, always the same for a seed."""
         import numpy as np
         from PIL import Image
 
-        file = io.BytesIO()
-        pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(file, "PNG")
-        return file.getvalue()
+        return _png(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)))
 
     @cached_property
     def _settings(self) -> bytes:
@@ -167,6 +162,12 @@ class Vision:
 
 INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 """Names of the inputs of towers among the results of a processor."""
+
+
+def _png(image: "Image") -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _size(pixels: Mapping[str, "Tensor"]) -> int:

@@ -131,9 +131,13 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
     for context in index:
         prompt = rows.prompt_ids[offsets[context] : offsets[context + 1]]
         response = int(rows.response_offsets[context + 1] - rows.response_offsets[context])
-        # Placeholders of different images are the same tokens.
-        alike = not packs or rows.images is None or rows.images[context] == rows.images[packs[-1][0]]
-        if packs and length + response <= max_tokens and alike and np.array_equal(prompt, pack_prompt):
+        if (
+            packs
+            and length + response <= max_tokens
+            and np.array_equal(prompt, pack_prompt)
+            # Placeholders of different images are the same tokens.
+            and (rows.images is None or rows.images[context] == rows.images[packs[-1][0]])
+        ):
             packs[-1].append(context)
             length += response
         else:

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.batch import TokenBatch
 from pipeline.models.packing import ImageInputs
 from pipeline.models.processor import Vision
@@ -63,7 +65,8 @@ class ImageReader:
         pixels: list[dict[str, Tensor]] = []
         for context, start, length in zip(contexts, starts, lengths, strict=True):
             images = rows.images[context]
-            prompt = torch.from_numpy(rows.prompt_ids[slice(*rows.prompt_offsets[context : context + 2])]).long()
+            own = slice(*rows.prompt_offsets[context : context + 2])
+            prompt = torch.from_numpy(rows.prompt_ids[own].astype(np.int64))
             shown = prompt == self.vision.placeholder
             self._check(int(shown.sum()), images)
             if not images:
@@ -117,6 +120,26 @@ class ImageReader:
             output = self.lm.base_model.get_image_features(**pixels, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or []
         return _flat(output.pooler_output), [_flat(part) for part in deep]
+
+
+def read(
+    module: Any,
+    input_ids: Tensor,
+    index: Tensor,
+    positions: Tensor | None,
+    packing: Layout | None,
+    images: ImageInputs | None,
+) -> Tensor:
+    """[N, H] last hidden states of the decoder of `module`, which reads text, or images too.
+
+    Args:
+        module: has a `decoder` and an `image_reader`, None for text.
+        input_ids, index, positions, packing: as in `hidden_states`.
+        images: images of the prompts, if packed; None for text.
+    """
+    reader: ImageReader | None = module.image_reader
+    given = None if reader is None else reader.embed(input_ids, images, sharded=isinstance(module, FSDPModule))
+    return hidden_states(module.decoder, input_ids, index, positions, packing, given)
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ def problems(config: Config) -> Iterator[str]:
     missing = package is not None and importlib.util.find_spec(package) is None
     others = ", ".join(name for name, other in FACTS.items() if not other.package and name != "sglang")
     instead = f", or set rollout.name={others}" * bool(others)
+    readers = " or ".join(name for name, other in FACTS.items() if other.images)
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     seeds = facts.seeds or bool(facts.seeds_with and rollout.engine_kwargs.get(facts.seeds_with))
     table: dict[str, object] = {
@@ -43,7 +44,7 @@ def problems(config: Config) -> Iterator[str]:
         "tensor_parallel_size=1": rollout.tensor_parallel_size > 1 and not facts.tensor_parallel,
         "{model.lora.weight_sync} and {rollout.name}: this engine takes no adapter without the base model; set "
         "weight_sync=merged": config.model.lora.alone and not facts.adapters,
-        "{model.vision} and {rollout.name}: this engine cannot read images; set rollout.name=vllm": (
+        f"{{model.vision}} and {{rollout.name}}: this engine cannot read images; set rollout.name={readers}": (
             uses_images(config) and not facts.images
         ),
     }

@@ -18,6 +18,8 @@ def problems(config: Config) -> Iterator[str]:
     paths = {"model.path": config.model.path}
     if reads_reference(config):
         paths["scoring.reference.path"] = config.scoring.reference.path
+    if uses_critic(config):
+        paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         # Damaged folders are reported with all models of the run.
         with contextlib.suppress(ValueError):
@@ -60,8 +62,6 @@ def _settings(config: Config) -> dict[str, object]:
         "model.lora.weight_sync=merged": model.lora.alone,
         "{model.vision} and {rollout.update_kv}: a prompt would have features of two versions of the tower; set "
         "rollout.update_kv=recompute": model.vision == "trained" and config.rollout.update_kv == "keep",
-        "{model.vision} and {algorithm.adv_estimator}: a critic cannot read images; choose an estimator without it, "
-        "such as grpo": uses_critic(config),
         "{model.vision} and {reward.model.path}: a reward model reads only text; leave it out": (
             uses_reward_model(config)
         ),

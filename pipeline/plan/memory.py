@@ -153,8 +153,9 @@ def estimate(config: Config, models: Models) -> Memory:
     lora = config.model.lora
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
     critic_weights = 0 if critic is None else critic.parameters * element // workers
-    of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers)
-    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers, config.model.vision == "frozen")
+    frozen = config.model.vision == "frozen"
+    of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers, frozen)
+    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers, frozen)
     train_critic = None if critic is None else sum(of_critic)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,

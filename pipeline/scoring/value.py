@@ -52,4 +52,4 @@ class Value:
 
 
 def _values(module: ValueModel, batch: ModelInputs) -> Tensor:
-    return module(batch.input_ids, batch.logit_index, batch.positions, batch.packing)
+    return module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)

@@ -51,7 +51,7 @@ class Critic(Learner):
             raise ValueError(
                 "the rows have no values, which the critic's loss is clipped around; run the stage `value`"
             )
-        values = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.packing)
+        values = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
         per_token, sums = value_loss(values, batch.values, batch.returns, batch.loss_mask, self.config.cliprange_value)
         loss = self.aggregate(per_token, batch.loss_mask, batch)
         loss.backward()

@@ -13,6 +13,7 @@ from pipeline.models.packing import pack
 from pipeline.models.policy import load_policy, load_reference
 from pipeline.models.processor import FAMILIES, Vision, decode
 from pipeline.models.sharing import Passes, pack_rows
+from pipeline.models.value import load_value_model
 from pipeline.models.vision import tower
 from pipeline.rows import CONTEXTS, SCHEMA
 from tests.pictures import picture, save_tiny
@@ -99,6 +100,22 @@ class Rows:
     def alone(self, lm):
         """[N] log-probs of the responses by the model's own pass over each row; the placeholder is `LIKE`."""
         found = []
+        for logits, sampled in self.outputs(lm):
+            found.append(torch.log_softmax(logits.float(), -1).gather(1, sampled[:, None])[:, 0])
+        return torch.cat(found)
+
+    def hidden(self, lm):
+        """Last hidden states that predict each response, by the model's own pass over each row."""
+        head = lm.get_output_embeddings()
+        seen = []
+        handle = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        numbers = [len(sampled) for _, sampled in self.outputs(lm)]
+        handle.remove()
+        return [states[0, -1 - number : -1] for states, number in zip(seen, numbers, strict=True)]
+
+    def outputs(self, lm):
+        """Logits that predict each response by the model's own pass over the row, and the response."""
+        found = []
         for number, response in zip(self.of, self.responses, strict=True):
             prompt = torch.from_numpy(self.prompts[number]).long()
             sampled = torch.from_numpy(np.where(response == self.vision.placeholder, LIKE, response)).long()
@@ -115,9 +132,8 @@ class Rows:
                 }
             if hasattr(lm.base_model, "get_rope_index"):
                 inputs["mm_token_type_ids"] = (ids == self.vision.placeholder).int()
-            logits = lm(**inputs).logits[0, len(prompt) - 1 : -1].float()
-            found.append(torch.log_softmax(logits, -1).gather(1, sampled[:, None])[:, 0])
-        return torch.cat(found)
+            found.append((lm(**inputs).logits[0, len(prompt) - 1 : -1], sampled))
+        return found
 
 
 def test_only_prompts_with_the_same_images_are_shared(policy):
@@ -227,6 +243,35 @@ def test_a_reference_reads_the_same_images(folder, policy):
         embedding = reference.lm.get_input_embeddings().weight
         embedding[LIKE] = embedding[reference.image_reader.vision.placeholder]
         assert torch.equal(Rows(policy).packed(policy), Rows(reference).packed(reference))
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_a_critic_reads_the_same_images(folder, policy, vision):
+    critic = load_value_model(ModelConfig(path=str(folder), vision=vision))
+    assert Passes.of(critic, "auto").shared
+    rows, lm = Rows(policy), policy.lm
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        embedding = critic.decoder.get_input_embeddings().weight
+        embedding[LIKE] = embedding[rows.vision.placeholder]
+    packs, _ = pack_rows(rows.batch, list(range(len(rows.of))), 10_000, True, False)
+    batch = pack(rows.batch, packs, packed=True, place_images=critic.image_reader.place)
+    values = critic(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
+    text = policy.decoder.config.get_text_config()
+    text._attn_implementation = "sdpa"
+    expected = torch.cat([hidden @ critic.head.weight[0] for hidden in rows.hidden(lm)])
+    assert (values[np.argsort(batch.token_index)] - expected).abs().max() < 1e-4 * expected.abs().max()
+    values.sum().backward()
+    expected.sum().backward()
+    theirs = {name: parameter for name, parameter in lm.named_parameters() if parameter in set(tower(lm))}
+    ours = dict(critic.tower.named_parameters())
+    assert len(ours) == len(theirs) > 0
+    for name, parameter in theirs.items():
+        found = ours[name.removeprefix("model.")].grad
+        if vision == "frozen":
+            assert found is None
+        else:
+            assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-6, name
 
 
 def test_placeholders_that_do_not_fit_to_the_images(policy):

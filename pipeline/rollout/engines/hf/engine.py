@@ -35,6 +35,7 @@ from pipeline.models.pretrained import differs
 from pipeline.models.sharing import Passes
 from pipeline.models.state import tensors
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.vision import read
 from pipeline.rollout.engines.hf.cache import AHEAD, WindowCache
 from pipeline.rollout.engines.hf.sampling import draw
 from pipeline.weights.load import Shard, copy_into
@@ -282,7 +283,8 @@ class HuggingFace:
         made = self._inputs(rows)
         last = torch.from_numpy(rows.response_offsets[1:] - 1).to(self._device)
         index = made.logit_index[last]
-        return self.policy.logits(self.policy.hidden(made.input_ids, index, made.positions, made.packing, made.images))
+        hidden = read(self.policy, made.input_ids, index, made.positions, made.packing, made.images)
+        return self.policy.logits(hidden)
 
     def _pass_whole(self) -> list[EngineOutput]:
         """Sample one token of each running row from a pass over the whole row."""
