@@ -15,6 +15,7 @@ family's own attention (`eager`). The run uses the first way that agrees.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from pipeline.models.packing import pack
 from pipeline.models.policy import Policy
 from pipeline.models.precision import computing_in
 from pipeline.models.processor import Vision
-from pipeline.models.sharing import Passes
+from pipeline.models.sharing import Passes, share_prefixes
 
 LIMIT = 1e-4
 """Largest allowed difference of a token's log-prob in float32, in nats."""
@@ -145,7 +146,8 @@ class Compared:
         yield "alone", [[single] for single in singles]
         yield ("packed" if way.packed else "padded") + " with others", self._passes(singles, way)
         if way.shared:
-            yield "after a shared prompt", self._passes(_by_prompt(self.rows), way)
+            shared = share_prefixes(self.rows, range(len(self.rows)), sys.maxsize, True)
+            yield "after a shared prompt", self._passes(shared, way)
 
     def log_probs(self, passes: Sequence[list[list[int]]], way: Way) -> np.ndarray:
         """[N] float64, the policy's log-probs of the N response tokens; a collective.
@@ -292,20 +294,6 @@ def shown_prompt(vision: Vision, seed: int, longest: int) -> list[tuple[list[int
     expanded = vision.expand(ids, [picture])
     images = PromptImages((picture,), (vision.hash(picture),), ids)
     return [(expanded, images)] if len(expanded) <= longest else []
-
-
-def _by_prompt(rows: TokenBatch) -> list[list[int]]:
-    """Group neighbouring rows with equal prompts; returns the row numbers of each group."""
-    packs: list[list[int]] = []
-    last: tuple[int, ...] | None = None
-    for row in range(len(rows)):
-        prompt = tuple(rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]].tolist())
-        if prompt == last:
-            packs[-1].append(row)
-        else:
-            packs.append([row])
-            last = prompt
-    return packs
 
 
 def sentence(found: Comparison, plan: GreetingPlan) -> str:

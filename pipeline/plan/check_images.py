@@ -24,6 +24,9 @@ def problems(config: Config) -> Iterator[str]:
         # Damaged folders are reported with all models of the run.
         with contextlib.suppress(ValueError):
             yield from model_problems(config.model.vision, read_model(path), path, key)
+    if uses_critic(config):
+        with contextlib.suppress(ValueError):
+            yield from _critic(config, read_model(config.model.path), read_model(config.critic.path))
 
 
 def model_problems(vision: str, model: ModelFiles | None, path: str | None, key: str = "model.path") -> Iterator[str]:
@@ -41,6 +44,15 @@ def model_problems(vision: str, model: ModelFiles | None, path: str | None, key:
         yield f"{key}={path} has no {VISION} in its config.json, but model.vision={vision}"
     elif reason := why_not(model.family):
         yield f"{key}={path} is of the family {model.family}, which cannot be trained on images: {reason}"
+
+
+def _critic(config: Config, policy: ModelFiles | None, critic: ModelFiles | None) -> Iterator[str]:
+    """Yield a sentence if the critic cannot read the images as the policy's processor makes them."""
+    if policy and critic and policy.family != critic.family:
+        yield (
+            f"critic.path={config.critic.path} is of the family {critic.family}, and model.path={config.model.path} of "
+            f"{policy.family}, whose processor makes the images of both; give a critic of the same family"
+        )
 
 
 def _settings(config: Config) -> dict[str, object]:

@@ -33,6 +33,7 @@ def test_runs_of_text_have_no_limits_of_images() -> None:
         "model.min_pixels=784 model.max_pixels=784",
         "model.lora.rank=4 model.lora.weight_sync=merged",
         "actor.use_kl_loss=true",
+        "algorithm.adv_estimator=gae",
     ],
 )
 def test_settings_that_fit(overrides: str) -> None:
@@ -49,7 +50,6 @@ def test_settings_that_fit(overrides: str) -> None:
         ("model.vision=trained model.lora.rank=4", "model.vision model.lora.rank"),
         ("model.lora.rank=4 model.lora.weight_sync=adapter", "model.vision model.lora.weight_sync"),
         ("model.vision=trained rollout.update_kv=keep", "model.vision rollout.update_kv"),
-        ("algorithm.adv_estimator=gae", "model.vision algorithm.adv_estimator"),
         ("reward.model.path=owner/judge", "model.vision reward.model.path"),
         ("agent.environment=my_game:Game", "model.vision agent"),
     ],
@@ -92,3 +92,13 @@ def test_settings_of_images_are_not_read_without_images() -> None:
     given = ["data.image_key=pictures", "data.max_image_bytes=5", "model.min_pixels=1", "model.max_pixels=2"]
     assert sorted(unread(good(*given))) == sorted(given)
     assert not list(unread(good(*given, ON)))
+
+
+def test_a_critic_of_another_family(tmp_path: Path, named: Named) -> None:
+    for name, family in (("policy", "qwen2_5_vl"), ("critic", "qwen3_vl")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(QWEN | {"model_type": family}))
+    words = (ON, "algorithm.adv_estimator=gae", f"model.path={tmp_path / 'policy'}")
+    assert found(*words, f"critic.path={tmp_path / 'policy'}") == found(*words) == []
+    (sentence,) = found(*words, f"critic.path={tmp_path / 'critic'}")
+    named(sentence, "critic.path qwen3_vl qwen2_5_vl")

@@ -7,12 +7,16 @@
    the engine has read its weights from the disk once (`engine_args`).
 """
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import FinalError
 from pipeline.generation import EngineRequest
 from pipeline.models.processor import decode, load_vision
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MOST_IMAGES = 64
 """Maximum number of images of a prompt."""
@@ -27,6 +31,12 @@ def engine_args(model: ModelConfig) -> dict[str, Any]:
         "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
         "mm_processor_kwargs": load_vision(model).options,
     }
+
+
+# The samples of a prompt come one after another.
+@functools.lru_cache(maxsize=2)
+def _decoded(images: tuple[bytes, ...]) -> "list[Image]":
+    return [decode(image) for image in images]
 
 
 def prompt_of(llm: Any, request: EngineRequest, cache_salt: str) -> Any:
@@ -45,7 +55,7 @@ def prompt_of(llm: Any, request: EngineRequest, cache_salt: str) -> Any:
     assert images is not None
     prompt = {
         "prompt_token_ids": images.prompt_ids,
-        "multi_modal_data": {"image": [decode(image) for image in images.encoded]},
+        "multi_modal_data": {"image": _decoded(images.encoded)},
         "multi_modal_uuids": {"image": [name.hex() for name in images.hashes]},
         "cache_salt": cache_salt,
     }
