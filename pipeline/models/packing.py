@@ -34,7 +34,9 @@ class ImageInputs:
         return type(self)(self.index.to(device, non_blocking=True), pixels)
 
 
-PlaceImages = Callable[[TokenBatch, np.ndarray, np.ndarray, np.ndarray, Tensor], tuple[ImageInputs, Tensor]]
+PlaceImages = Callable[
+    [TokenBatch, Sequence[Sequence[int]], np.ndarray, np.ndarray, np.ndarray, Tensor], tuple[ImageInputs, Tensor]
+]
 """Function such as `ImageReader.place`."""
 
 
@@ -186,7 +188,7 @@ def pack(
             raise ValueError(
                 "rows with images must be packed, and this model gets padded rows; train it without images"
             )
-        images, positioned = place_images(rows, order[first], pack_starts, lengths[: len(sizes)], positioned)
+        images, positioned = place_images(rows, packs, pack_starts, response_starts, fed, positioned)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),

@@ -3,10 +3,11 @@
     images ─► processor ─► tower and projector ─► features [n, H] ─┐ at the prompts' placeholders
     tokens ─► embedding [1, T, H] ──────────────────────────────────┴─► decoder over packed rows
 
-1. Features take the places of the placeholders of the prompts, by their positions. A policy may sample the placeholder
-   token; in a response it is a token like any other, as in the engine.
-2. Families whose positions have three axes (time, height, width) compute the axes of a prompt themselves. Responses
-   continue after its largest position, as in `transformers`.
+1. Features take the places of the first placeholders of a context, by their positions. A policy may sample the
+   placeholder token; after all images it is a token like any other, as in the engine. Images in a response are in
+   observations of an episode, before its last turn.
+2. Families whose positions have three axes (time, height, width) compute the axes of a context with images themselves.
+   Text continues after the largest position before it, as in `transformers`.
 3. Responses that share a prompt share its images, which pass through the tower once.
 4. A sharded tower is gathered by all ranks, so a rank without images passes a blank one through it, times 0.
 """
@@ -25,6 +26,10 @@ from pipeline.models.packing import ImageInputs
 from pipeline.models.processor import Vision
 
 
+MISFIT = "the row was cut, or made with another processor or other settings of it"
+"""Reasons why images and tokens of a row do not fit to each other."""
+
+
 class ImageReader:
     """Reads the images of prompts with the tower of a vision-language model.
 
@@ -41,53 +46,105 @@ class ImageReader:
                 parameter.requires_grad_(False)
 
     def place(
-        self, rows: TokenBatch, contexts: np.ndarray, starts: np.ndarray, lengths: np.ndarray, positions: Tensor
+        self,
+        rows: TokenBatch,
+        packs: Sequence[Sequence[int]],
+        starts: np.ndarray,
+        response_starts: np.ndarray,
+        fed: np.ndarray,
+        positions: Tensor,
     ) -> tuple[ImageInputs, Tensor]:
         """Return the images of packed rows, and the positions of all tokens.
 
         Args:
             rows: the rows.
-            contexts: [B] a context of each pack; it has the pack's prompt.
+            packs: context numbers of each pack; the contexts of a pack have the same prompt with the same images.
             starts: [B] first position of each pack.
-            lengths: [B] number of tokens of each pack.
+            response_starts: [C] first position of each context's response, in the order of the packs.
+            fed: [C] number of each response's tokens that are in the sequence.
             positions: [1, T] int64, positions in each context.
 
         Returns:
             the images, and positions [3, 1, T] if the family has three axes, else `positions`.
 
-        Raises ValueError if the placeholders of a prompt do not fit to its images.
+        Raises ValueError if the placeholders of a context do not fit to its images.
         """
         assert rows.images is not None
         model = self.lm.base_model
         if has_axes := hasattr(model, "get_rope_index"):
             positions = positions.expand(3, *positions.shape).clone()
-        places: list[Tensor] = []
-        pixels: list[dict[str, Tensor]] = []
-        for context, start, length in zip(contexts, starts, lengths, strict=True):
-            images = rows.images[context]
-            own = slice(*rows.prompt_offsets[context : context + 2])
-            prompt = torch.from_numpy(rows.prompt_ids[own].astype(np.int64))
-            shown = prompt == self.vision.placeholder
-            self._check(int(shown.sum()), images)
-            if not images:
-                continue
-            made = join([self.vision.pixels(image) for image in images])
-            pixels.append(made)
-            places.append(start + torch.nonzero(shown)[:, 0])
-            if has_axes:
-                kinds, end = shown.int()[None], start + len(prompt)
-                axes, _ = model.get_rope_index(prompt[None], kinds, image_grid_thw=made["image_grid_thw"])
-                positions[:, 0, start:end] = axes[:, 0]
-                positions[:, 0, end : start + length] += int(axes.max()) + 1 - len(prompt)
-        return ImageInputs(torch.cat([torch.empty(0, dtype=torch.int64), *places]), join(pixels)), positions
+        places: list[np.ndarray] = []
+        shown: list[bytes] = []
 
-    def _check(self, placeholders: int, images: Sequence[bytes]) -> None:
-        features = sum(self.vision.expansion(image).count(self.vision.placeholder) for image in images)
-        if placeholders != features:
+        def axes(tokens: np.ndarray, found: np.ndarray, images: Sequence[bytes]) -> Tensor:
+            """[3, tokens] positions of a prompt, or of a prompt and its response."""
+            kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
+            kinds[0, found] = 1
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            grids = join([self.vision.pixels(image) for image in images])["image_grid_thw"]
+            made: Tensor = model.get_rope_index(ids, kinds, image_grid_thw=grids)[0][:, 0]
+            return made
+
+        contexts = zip(response_starts.tolist(), fed.tolist(), strict=True)
+        for members, start in zip(packs, starts.tolist(), strict=True):
+            prompt = rows.prompt_ids[slice(*rows.prompt_offsets[members[0] : members[0] + 2])]
+            own, found = self._in_prompt(prompt, rows.images[members[0]])
+            places.append(start + found)
+            shown += own
+            end = len(prompt)
+            if has_axes and own:
+                made = axes(prompt, found, own)
+                positions[:, 0, start : start + len(prompt)] = made
+                end = int(made.max()) + 1
+            for context in members:
+                place, count = next(contexts)
+                further = rows.images[context][len(own) :]
+                if has_axes and own:
+                    positions[:, 0, place : place + count] += end - len(prompt)
+                if not further:
+                    continue
+                begin = int(rows.response_offsets[context])
+                response = rows.response_ids[begin : begin + count]
+                later = self._located(response, further)
+                places.append(place + later)
+                shown += further
+                if has_axes:
+                    both = np.concatenate([found, len(prompt) + later])
+                    made = axes(np.concatenate([prompt, response]), both, [*own, *further])
+                    positions[:, 0, place : place + count] = made[:, len(prompt) :]
+        index = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *places]))
+        return ImageInputs(index, join([self.vision.pixels(image) for image in shown])), positions
+
+    def _in_prompt(self, prompt: np.ndarray, images: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
+        """Return the first images, which are a prompt's, and the indices of their features in it."""
+        left = int((prompt == self.vision.placeholder).sum())
+        own: list[bytes] = []
+        for image in images if left else ():
+            own.append(image)
+            left -= self.vision.expansion(image).count(self.vision.placeholder)
+            if left <= 0:
+                break
+        if left:
             raise ValueError(
-                f"a prompt has {placeholders} placeholders of features and its {len(images)} images have {features}: "
-                "the prompt was cut, or made with another processor or other settings of it"
+                f"a prompt has {int((prompt == self.vision.placeholder).sum())} placeholders of features, and they are "
+                f"not those of its {len(own)} images: {MISFIT}"
             )
+        return own, self._located(prompt, own)
+
+    def _located(self, tokens: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
+        """Return the indices of the features of `images` in `tokens`, int64: the expansions stand there in order."""
+        placeholder = self.vision.placeholder
+        left = np.flatnonzero(tokens == placeholder)
+        found = [np.empty(0, np.int64)]
+        for image in images:
+            expansion = np.array(self.vision.expansion(image))
+            marks = np.flatnonzero(expansion == placeholder)
+            begin = int(left[0] - marks[0]) if len(left) else -1
+            if begin < 0 or not np.array_equal(tokens[begin : begin + len(expansion)], expansion):
+                raise ValueError(f"the features of an image do not stand in the tokens of its row: {MISFIT}")
+            found.append(begin + marks)
+            left = left[len(marks) :]
+        return np.concatenate(found)
 
     def embed(self, input_ids: Tensor, images: ImageInputs | None, sharded: bool) -> dict[str, Any] | None:
         """Return the arguments of the decoder in place of `input_ids`; None without images.

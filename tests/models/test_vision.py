@@ -116,12 +116,17 @@ class Rows:
     def outputs(self, lm):
         """Logits that predict each response by the model's own pass over the row, and the response."""
         found = []
-        for number, response in zip(self.of, self.responses, strict=True):
+        for row, (number, response) in enumerate(zip(self.of, self.responses, strict=True)):
             prompt = torch.from_numpy(self.prompts[number]).long()
-            sampled = torch.from_numpy(np.where(response == self.vision.placeholder, LIKE, response)).long()
+            shown = self.batch.images[row]
+            later = [token for image in shown[len(self.shown[number]) :] for token in self.vision.expansion(image)]
+            own = np.flatnonzero(response == self.vision.placeholder)[: later.count(self.vision.placeholder)]
+            sampled = np.where(response == self.vision.placeholder, LIKE, response)
+            sampled[own] = self.vision.placeholder
+            sampled = torch.from_numpy(sampled).long()
             ids = torch.cat([prompt, sampled])[None]
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            if shown := self.shown[number]:
+            if shown:
                 images = [[decode(image) for image in shown]]
                 mark = self.vision.processor.image_token
                 made = self.vision.processor(text=[mark * len(shown)], images=images, return_tensors="pt")
@@ -182,6 +187,40 @@ def test_packed_rows_get_the_log_probs_and_gradients_of_single_rows(policy):
     for name in packed:
         scale = single[name].abs().max()
         assert (packed[name] - single[name]).abs().max() <= 1e-4 * scale + 1e-6, name
+
+
+def test_images_of_observations_are_read_in_their_responses(policy):
+    """After a first turn, responses 0, 2 and 5 have an observation with one or two images; 5 has none in its prompt."""
+    rows = Rows(policy)
+    vision = rows.vision
+    rows.of = [0, 0, 1, 1, 2, 1, 1]
+    further = {0: [picture(7, 60, 90)], 2: [picture(8), picture(9, 90, 60)], 5: [picture(7, 60, 90)]}
+    for row, images in further.items():
+        seen = [token for image in images for token in (11, *vision.expansion(image))]
+        rows.responses[row] = np.array([5, 6, *seen, *rows.responses[row], vision.placeholder, 9], dtype=np.int32)
+    rows.batch = TokenBatch.of(
+        [rows.prompts[number] for number in rows.of],
+        rows.responses,
+        [(*rows.shown[number], *further.get(row, ())) for row, number in enumerate(rows.of)],
+    )
+    packs, _ = pack_rows(rows.batch, list(range(len(rows.of))), 10_000, True, False)
+    assert packs == [[0], [1], [2], [3], [4], [5], [6]]
+    rows.batch.images[1] = rows.batch.images[0]
+    rows.responses[1] = rows.responses[0][:-1]
+    rows.batch = TokenBatch.of([rows.prompts[number] for number in rows.of], rows.responses, rows.batch.images)
+    packs, _ = pack_rows(rows.batch, list(range(len(rows.of))), 10_000, True, False)
+    assert packs[0] == [0, 1], "the same images in prompt and observations"
+    with torch.no_grad():
+        ours, single = rows.packed(policy), rows.packed(policy, shared=False)
+        policy.decoder.config.get_text_config()._attn_implementation = "sdpa"
+        theirs = rows.alone(policy.lm)
+    assert (ours - theirs).abs().max() < 1e-5
+    assert (single - theirs).abs().max() < 1e-5
+    policy.decoder.config.get_text_config()._attn_implementation = "packed"
+    rows.batch.images[2] = rows.batch.images[2][:1]
+    rows.batch.response_ids[rows.batch.response_offsets[2] + 3] = 12
+    with pytest.raises(ValueError, match="do not stand in the tokens of its row: the row was cut"):
+        rows.packed(policy)
 
 
 def test_log_probs_depend_on_the_images(policy):
@@ -277,7 +316,9 @@ def test_a_critic_reads_the_same_images(folder, policy, vision):
 def test_placeholders_that_do_not_fit_to_the_images(policy):
     rows = Rows(policy)
     rows.batch.images[0] = rows.batch.images[1] = ()
-    with pytest.raises(ValueError, match="placeholders of features and its 0 images have 0: the prompt was cut"):
+    with pytest.raises(
+        ValueError, match="placeholders of features, and they are not those of its 0 images: the row was cut"
+    ):
         rows.packed(policy)
 
 

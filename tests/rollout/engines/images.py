@@ -42,7 +42,9 @@ class Side:
 
         torch.set_num_threads(1)
         model = ModelConfig(path=folder, vision=vision)
-        rollout = RolloutConfig(name=name, dtype="float32", enforce_eager=True, max_num_seqs=16, max_num_batched_tokens=1024)
+        rollout = RolloutConfig(
+            name=name, dtype="float32", enforce_eager=True, max_num_seqs=16, max_num_batched_tokens=1024
+        )
         rollout.engine_kwargs = overrides
         self.policy = load_policy(model).eval()
         assert Passes.of(self.policy, "auto").packed

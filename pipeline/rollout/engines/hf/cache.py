@@ -127,12 +127,14 @@ class WindowCache:
         positions = made._positions(longest)
         given: dict[str, Any] | None = None
         if policy.image_reader is not None and rows.images is not None:
-            numbers, lengths = np.arange(len(rows)), np.array(rows.lengths)
+            numbers = np.arange(len(rows))
+            prompts, fed = np.diff(rows.prompt_offsets), np.diff(rows.response_offsets)
             starts = numbers * longest + np.array(made._first)
-            images, flat = policy.image_reader.place(rows, numbers, starts, lengths, positions.view(1, -1))
+            where = starts, starts + prompts, fed, positions.view(1, -1)
+            images, flat = policy.image_reader.place(rows, numbers[:, None].tolist(), *where)
             positions = flat.view(*flat.shape[:-2], *ids.shape)
             last = flat.view(-1, *ids.shape).amax((0, 2))
-            made._ahead = (last + 1 - torch.from_numpy(lengths)).tolist()
+            made._ahead = (last + 1 - torch.from_numpy(prompts + fed)).tolist()
             given = policy.image_reader.embed(ids.to(self._device), images.to(self._device), sharded=False)
         return made._pass(policy, given or {"input_ids": ids.to(self._device)}, positions), made
 
