@@ -71,23 +71,26 @@ agent_name | string | prompts | rollout, reward | the row's agent in `agent.name
 """)
 
 IMAGES = _columns("""
-images | binaries | prompts | rollout, train | encoded images of the prompt, in order
-image_hash | binaries | prompts | rollout, train | hash of each image with the processor's settings (16 bytes)
+images | binaries | prompts, rollout | rollout, train | encoded images of the prompt and of observations, in order
+image_hash | binaries | prompts, rollout | rollout, train | hash of each image with the processor's settings (16 bytes)
 engine_prompt_ids | ints | prompts | rollout | `prompt_ids` with one placeholder for each image
 """)
 """Columns of a run with images (`model.vision`). `prompt_ids` hold one placeholder for each feature of an image."""
 
 
 def images_once(table: pa.Table) -> pa.Table:
-    """Return `table` with the images of only the first row of each group; null in its other rows.
+    """Return `table` with null for images that are those of the first row of the group.
 
     Rows of a group (`uid`) must be neighbours. A table without the columns `IMAGES` is returned as it is.
     """
     if "images" not in table.column_names:
         return table
     uids, column = table["uid"].to_pylist(), table.schema.get_field_index("images")
-    repeated = pa.array([number > 0 and uid == uids[number - 1] for number, uid in enumerate(uids)], pa.bool_())
-    once = pc.if_else(repeated, pa.scalar(None, BINARIES), table["images"].combine_chunks())
+    hashes, first, repeated = table["image_hash"].to_pylist(), 0, []
+    for number, uid in enumerate(uids):
+        first = first if uid == uids[first] else number
+        repeated.append(number > first and hashes[number] == hashes[first])
+    once = pc.if_else(pa.array(repeated, pa.bool_()), pa.scalar(None, BINARIES), table["images"].combine_chunks())
     return table.set_column(column, table.schema.field(column), once)
 
 

@@ -27,6 +27,7 @@ from tests.runs import Run, replayed, starter
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS, SAMPLES = 8, 3
+FIRST, *OTHERS = FAMILIES
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str) % 3)
@@ -98,6 +99,60 @@ def test_a_run_with_images(tmp_path: Path, ray_session: None) -> None:
         assert show.main([str(run.folder), "--iteration", "1", "--uid", uid, "--sample", "1"]) == 0
     assert page.getvalue().count("[image 60 x 90 PNG] and [image 60 x 90 PNG] and What colour") == 2
     assert (run.folder / "model" / "processor_config.json").is_file()
+
+
+GALLERY = """
+import io
+
+from PIL import Image
+
+from pipeline.agent import Environment, Observation
+
+
+def picture(number):
+    file = io.BytesIO()
+    Image.new("RGB", (60, 60 + 30 * (number % 2)), (40 * number % 256, 90, 200)).save(file, "PNG")
+    return file.getvalue()
+
+
+class Gallery(Environment):
+    def reset(self, row, seed):
+        self.turn, self.seed = 0, seed
+        return Observation("Look: <image>", images=[picture(seed)])
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 2:
+            return Observation(done=True, reward=len(message.text) % 3)
+        new = [picture(self.seed + 1), picture(len(message.text))]
+        return Observation("<image> and <image>, which is taller?", images=new, reward=0.5)
+"""
+
+
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("hf", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", [FIRST, *(pytest.param(family, marks=pytest.mark.long) for family in OTHERS)])
+def test_episodes_whose_observations_are_pictures(tmp_path: Path, family: str, engine: str, ray_session: None) -> None:
+    given = [word for word in settings(tmp_path, family) if not word.startswith(("reward.", "data.max_"))]
+    (tmp_path / "gallery.py").write_text(GALLERY)
+    agent = (f"agent.environment={tmp_path / 'gallery.py'}:Gallery", "agent.max_turns=3", "agent.max_turn_tokens=6")
+    lengths = ("data.max_prompt_length=160", "data.max_response_length=160")
+    more = (f"rollout.name={engine}", *agent, *lengths, "trainer.total_training_steps=2", "trainer.test_freq=2")
+    run = starter(given)("gallery", *more)
+    given_images = pq.read_table(tmp_path / "prompts.parquet")["images"].to_pylist()
+    for iteration in (1, 2):
+        assert run.records[iteration]["training/rollout_log_probs_diff_max"] < 1e-4
+        rows = Recording(str(run.folder), str(iteration), episodes=True, images=True).rows(0, PROMPTS).to_pylist()
+        for row in rows:
+            assert row["env_error"] is None and row["turns"] == 2
+            own = given_images[row["prompt_index"]]
+            assert row["images"][: len(own)] == own and len(row["images"]) == len(own) + 3 == len(row["image_hash"])
+        assert len({tuple(row["images"]) for row in rows}) > PROMPTS, "samples of a group see pictures of their own"
+    written = read_trajectories(str(run.folder), 1).to_pylist()
+    assert all(row["images"] is not None for row in written if row["sample"] == 0)
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        assert show.main([str(run.folder), "--iteration", "1", "--uid", written[0]["uid"], "--sample", "1"]) == 0
+    assert page.getvalue().count("[image 60 x ") == 3
 
 
 @pytest.mark.long

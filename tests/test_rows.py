@@ -33,13 +33,21 @@ def test_a_row_keeps_its_runs_in_a_file(tmp_path) -> None:  # type: ignore[no-un
 @pytest.mark.parametrize("cut", [0, 1, 4])
 def test_images_of_a_group_once(cut: int) -> None:
     images = pa.array([[b"a", b"b"]] * 3 + [[]] * 2 + [None] + [[b"c"]], rows.BINARIES)
-    table = pa.table({"uid": list("xxxyyzx"), "images": images, "n": range(7)}).slice(cut)
+    hashes = pa.array([[image * 16 for image in row or ()] for row in images.to_pylist()], rows.BINARIES)
+    table = pa.table({"uid": list("xxxyyzx"), "images": images, "image_hash": hashes, "n": range(7)}).slice(cut)
     once = rows.images_once(table)
     wanted = [[b"a", b"b"], None, None, [], None, None, [b"c"]][cut:]
     wanted[0] = images[cut].as_py()
     assert once["images"].to_pylist() == wanted and once.drop_columns(["images"]) == table.drop_columns(["images"])
     assert once.schema == table.schema and rows.images_once(table.slice(0, 0)) == table.slice(0, 0)
     assert rows.images_once(table.drop_columns(["images"])) == table.drop_columns(["images"])
+
+
+def test_images_of_an_episode_that_differ_from_those_of_the_first_row_stay() -> None:
+    images = [[b"a"], [b"a", b"b"], [b"a"], [b"c"], [b"c"]]
+    table = pa.table({"uid": list("xxxyy"), "images": pa.array(images, rows.BINARIES)})
+    table = table.append_column("image_hash", table["images"])
+    assert rows.images_once(table)["images"].to_pylist() == [[b"a"], [b"a", b"b"], None, [b"c"], None]
 
 
 @pytest.mark.parametrize("name", rows.ROLLOUT.names)

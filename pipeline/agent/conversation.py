@@ -9,23 +9,35 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.tokens.chat_format import TOKEN, ChatFormat
 from pipeline.agent.tokens.context import Answer, Context
+from pipeline.agent.tokens.pictures import Pictures
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
-from pipeline.generation import Generation
+from pipeline.generation import Generation, PromptImages
 
-Ask = Callable[[list[int], int, int], Awaitable[Generation]]
-"""The policy: a function of (token ids so far, maximum number of tokens to generate, number of the turn) that returns
-the generated turn."""
+
+class Ask(Protocol):
+    """The policy."""
+
+    async def __call__(self, ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
+        """Return a turn.
+
+        Args:
+            ids: tokens so far.
+            most: maximum number of tokens to generate.
+            turn: number of the turn.
+            images: images in the tokens so far; None if there are none.
+        """
+
 
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
 """Text that replaces the middle of a cut message; the short one is used if the long one would take more than half of
@@ -48,9 +60,18 @@ class Conversation:
         ask: the policy.
         longest: maximum number of tokens after a context's prompt.
         stop: texts that end a turn.
+        pictures: images of the prompt, and their processor; None in a run without images.
     """
 
-    def __init__(self, chat_format: ChatFormat, ask: Ask, longest: int, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        ask: Ask,
+        longest: int,
+        stop: Sequence[str] = (),
+        pictures: Pictures | None = None,
+    ) -> None:
+        self.pictures = pictures
         self._chat_format, self._ask, self._longest, self._stop = chat_format, ask, longest, stop
         self.config: AgentConfig = chat_format.config
         self.contexts: list[Context] = []
@@ -72,12 +93,15 @@ class Conversation:
         """Contexts for which the policy is generating a turn."""
         self._busy_since = 0.0
 
-    def begin(self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None) -> Context:
+    def begin(
+        self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None, images: Sequence[bytes] = ()
+    ) -> Context:
         """Begin a context with `messages` as its prompt.
 
         Args:
             messages: the messages of the prompt.
             chat_format: None takes the chat format of the engine.
+            images: encoded images, for which `<image>` stands in the messages.
 
         Raises:
             EpisodeFailed: the episode has `agent.max_contexts` contexts already; the prompt is too long, ends with an
@@ -104,10 +128,11 @@ class Conversation:
         many = len(messages) > chat_format.max_prompt_length
         length = f"{len(messages):,} messages" if many else f"{_characters(messages):,} characters"
         fits = self._may_fit(messages, chat_format.max_prompt_length)
-        ids: list[int] = []
+        ids, sent = list[int](), list[int]()
         if fits:
             try:
-                ids = chat_format.bridge.prompt(messages, chat_format.tools or None)
+                sent = chat_format.bridge.prompt(self._written(messages, images), chat_format.tools or None)
+                ids = self._expanded(sent, images)
             except ValueError as error:
                 raise EpisodeFailed(str(error)) from error
             length, fits = f"{len(ids)} tokens", len(ids) <= chat_format.max_prompt_length
@@ -119,13 +144,31 @@ class Conversation:
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
                 f"data.max_prompt_length={chat_format.max_prompt_length}"
             )
-        return self._new(ids, recorded(messages), chat_format, [_content(message) for message in messages])
+        context = self._new(ids, recorded(messages), chat_format, [_content(message) for message in messages])
+        if self.pictures is not None:
+            context.sent = list(sent)
+            self.pictures.show(context, images)
+        return context
 
     def _new(
         self, ids: list[int], messages: list[dict[str, Any]], chat_format: ChatFormat, heard: list[Any]
     ) -> Context:
         self.contexts.append(Context(ids, messages, chat_format, heard))
         return self.contexts[-1]
+
+    def _written(
+        self, messages: list[dict[str, Any]], images: Sequence[bytes], context: Context | None = None
+    ) -> list[dict[str, Any]]:
+        """Return messages with `images` as the chat template reads them; `context` has the images before them."""
+        if not images:
+            return messages
+        if self.pictures is None:
+            raise ValueError("the episode shows images, but model.vision=none; set model.vision=frozen or trained")
+        return self.pictures.written(messages, images, sum(map(len, context.images)) if context else 0)
+
+    def _expanded(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Return tokens with the features of `images` in place of their placeholders."""
+        return ids if self.pictures is None else self.pictures.vision.expand(ids, images)
 
     def _room(self, context: Context) -> int:
         """Return the number of tokens that still fit into a context.
@@ -143,7 +186,8 @@ class Conversation:
         self._asked += 1
         self._busy(context)
         try:
-            generation = await self._ask(ids, limit, number)
+            shown = None if self.pictures is None else self.pictures.of(context)
+            generation = await (self._ask(ids, limit, number, shown) if shown else self._ask(ids, limit, number))
             truncated = generation.finish_reason == "length"
             read, said = context.chat_format.reader.read, generation.token_ids.tolist()
             # Some parsers take 50 µs for each token; other episodes would wait.
@@ -169,16 +213,24 @@ class Conversation:
         if not self._answering:
             self.engine_s += time.monotonic() - self._busy_since
 
-    def observe(self, context: Context, messages: list[dict[str, Any]]) -> Context | None:
+    def observe(self, context: Context, messages: list[dict[str, Any]], images: Sequence[bytes] = ()) -> Context | None:
         """Append observations after the last turn of a context.
+
+        Args:
+            context: the context.
+            messages: the observations.
+            images: encoded images, for which `<image>` stands in the messages. Such messages are never cut.
 
         Returns:
             The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template renders
             earlier turns differently from how they were sampled. None if no further turn would fit.
 
         Raises:
-            EpisodeFailed: the chat template cannot continue with the messages.
+            EpisodeFailed: the chat template cannot continue with the messages, an image cannot be read, or the policy
+                wrote the placeholder of images.
         """
+        if self.pictures is not None and self.pictures.was_sampled(context.answer):
+            raise EpisodeFailed("the policy wrote the placeholder of images, which no engine could read as text again")
         chat_format, bridge = context.chat_format, context.chat_format.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
@@ -189,14 +241,15 @@ class Conversation:
         begun = [message | {"content": message["content"][:most]} for message in messages]
         if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
-        uncut, messages = messages, [self.cut(message) for message in messages]
+        uncut, messages = messages, messages if images else [self.cut(message) for message in messages]
         self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))
         whole = [*context.messages, *messages]
         if not self._may_fit(messages, room):
             context.messages, context.heard = whole, heard
             return None
         try:
-            ids = bridge.after(context.answer, messages, context.calls)
+            sent = bridge.after(context.answer, self._written(messages, images, context), context.calls)
+            ids = self._expanded(sent, images)
             if self.config.context == "rerender":
                 shown = bridge.prompt([for_template(message) for message in whole], chat_format.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
@@ -208,7 +261,9 @@ class Conversation:
         # An observation without a turn after it would train nothing.
         if len(ids) >= self._room(context):
             return None
-        context.add_observation(ids)
+        context.add_observation(ids, sent)
+        if self.pictures is not None:
+            self.pictures.show(context, images)
         return context
 
     async def chat(

@@ -26,6 +26,7 @@ from pipeline.agent.errors import EpisodeFailed, EpisodeLost
 from pipeline.agent.player import Player
 from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Context
+from pipeline.agent.tokens.pictures import Pictures
 from pipeline.config.agent import AgentConfig
 
 
@@ -78,6 +79,7 @@ async def run(
     longest: int,
     stop: Sequence[str] = (),
     spent_s: float = 0.0,
+    pictures: Pictures | None = None,
 ) -> Episode:
     """Run one episode to its end; if it fails, the result has an `error`.
 
@@ -89,10 +91,11 @@ async def run(
         longest: maximum number of tokens after the prompt, by the row's settings.
         stop: texts that end a turn.
         spent_s: seconds that earlier attempts at the episode took, which count toward its deadline.
+        pictures: images of the prompt, and their processor; None in a run without images.
     """
     config: AgentConfig = chat_format.config
     began = time.monotonic() - spent_s
-    conversation = Conversation(chat_format, ask, min(longest, chat_format.max_response_length), stop)
+    conversation = Conversation(chat_format, ask, min(longest, chat_format.max_response_length), stop, pictures)
     player: Player | None = None
     well, ended, error = False, "error", None
     try:

@@ -13,6 +13,8 @@ class EpisodeProcess(Protocol):
 
     opened: Content
     """The content with which the environment began the episode."""
+    opened_images: list[str]
+    """Images in this content, in base64."""
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Send the environment a message of the policy and return the observation."""

@@ -145,13 +145,16 @@ class RemoteSession:
     def __init__(self, link: HostConnection, key: EpisodeKey, closing: set[asyncio.Task[None]]) -> None:
         self.opened: Content = None
         """Content that the environment's `reset` returned."""
+        self.opened_images: list[str] = []
+        """Images in this content, in base64."""
         self._link, self._key, self._closing, self._life = link, key, closing, link.life
         self._closed = False
         link.open += 1
 
     async def open(self, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> None:
         """Begin the episode; called by `RemoteProcesses.open`."""
-        self.opened = await self._ask("open", timeout_s, agent, row, seed, timeout_s)
+        begun = await self._ask("open", timeout_s, agent, row, seed, timeout_s)
+        self.opened, self.opened_images = begun
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """See `Session.step`."""

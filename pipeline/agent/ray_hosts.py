@@ -179,7 +179,8 @@ class Host:
     async def open(
         self, key: EpisodeKey, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float
     ) -> CallResult:
-        """Begin an episode; the value of the result is the content that the environment's `reset` returned.
+        """Begin an episode; the value of the result is the content that the environment's `reset` returned, and its
+        images.
 
         See `Processes.open`.
         """
@@ -188,9 +189,9 @@ class Host:
             return None, self._unknown()
         held = self._held[key] = HostedEpisode()
 
-        async def opened() -> Content:
+        async def opened() -> tuple[Content, list[str]]:
             held.session = await processes.open(row, seed, timeout_s)
-            return held.session.opened
+            return held.session.opened, held.session.opened_images
 
         return await outcome(held.begin(opened()))
 

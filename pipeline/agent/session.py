@@ -15,7 +15,7 @@ from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatSer
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.inside import frames
 from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation
-from pipeline.agent.inside.replies import ProgramResult, checked, checked_content, checked_result
+from pipeline.agent.inside.replies import ProgramResult, checked, checked_content, checked_images, checked_result
 from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class Session:
     ) -> None:
         self.opened: Content = None
         """Content that the environment's `reset` returned."""
+        self.opened_images: list[str] = []
+        """Images in this content, in base64."""
         self.found_room = True
         """False if the process could not be started because the operating system had no resources left for it."""
         self.closing: asyncio.Task[None] | None = None
@@ -80,6 +82,7 @@ class Session:
         """Begin the episode; called by `Processes.open`."""
         reply = await self._ask("reset", "reset", timeout_s, row=row, seed=seed)
         self.opened = self._checked(lambda: checked_content(reply.get("opened"), "reset"))
+        self.opened_images = self._checked(lambda: checked_images(reply.get("images", []), "reset"))
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Send the environment a message of the policy and return the observation.
@@ -184,6 +187,7 @@ class Session:
         """Return a session for another episode in the process of this session, which has ended well."""
         session = copy.copy(self)
         session.opened, session.closing, session._failed, session._asking = None, None, None, asyncio.Lock()
+        session.opened_images = []
         session.fresh, session._further = False, self._further - 1
         self._dead = True
         return session

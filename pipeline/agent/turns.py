@@ -6,6 +6,7 @@ the episode. The model reads about its mistakes in `Reply.messages`; a failure o
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.agent.inside.interface import Call, Message
 from pipeline.agent.inside.replies import MAX_PARTS
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.tokens.context import Answer
+from pipeline.agent.tokens.pictures import decoded
 from pipeline.config.agent import AgentConfig
 
 
@@ -28,6 +30,8 @@ class Reply:
     """How the episode ended, as in the column `ended`; "" if it goes on."""
     reward: float | None = None
     """Reward of the turn; None if there is none."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded images in the messages."""
     trains: bool = True
     """False to leave the tokens of the turn out of the loss."""
 
@@ -53,11 +57,15 @@ class TurnsPlayer:
     async def play(self, conversation: Conversation, row: dict[str, Any]) -> str:
         """Take turns until the episode ends; see `Player.play`."""
         conversation.calls.update(dict.fromkeys(self._tools, 0))
-        first = (self._process.opened if self._process is not None else None) or []
+        first: Any = []
+        images = list(conversation.pictures.prompt if conversation.pictures else ())
+        if self._process is not None:
+            first = self._process.opened or []
+            images += _images(self._process.opened_images)
         if isinstance(first, str):
             # Many templates write a message of role `tool` only after a call.
             first = [{"role": "user", "content": first}]
-        context = conversation.begin([*row["prompt"], *first])
+        context = conversation.begin([*row["prompt"], *first], images=images)
         self.messages = context.messages
         while True:
             answer = await conversation.answer(context)
@@ -65,7 +73,7 @@ class TurnsPlayer:
             reply = await self._reply(conversation, answer, last)
             context.set_reward(reply.reward, reply.trains)
             ended = reply.ended or ("length" if answer.full else "turns" if last else "")
-            following = None if ended else conversation.observe(context, reply.messages)
+            following = None if ended else conversation.observe(context, reply.messages, reply.images)
             if following is None:
                 # The last reply is for readers of the record; the policy does not read it.
                 unread = [conversation.cut(message) for message in reply.messages] if ended else []
@@ -121,7 +129,8 @@ class TurnsPlayer:
             content = [{"role": self._config.observation_role, "content": content}]
         if not content and not observation.done:
             raise EpisodeFailed("`step` returned an observation without content that does not end the episode")
-        return Reply(content or [], "done" if observation.done else "", observation.reward)
+        images = _images(observation.images)
+        return Reply(content or [], "done" if observation.done else "", observation.reward, images)
 
     async def _call(self, conversation: Conversation, call: Call, number: int) -> dict[str, Any]:
         """Make the tool call `number` (from 0) of a turn; returns the tool's message."""
@@ -142,3 +151,11 @@ class TurnsPlayer:
         except PolicyMistake as mistake:
             conversation.mistakes["tool_errors"] += 1
             return f"Error: {mistake}"
+
+
+def _images(texts: Sequence[str | bytes]) -> list[bytes]:
+    """Return the encoded images that a process sent. Raises EpisodeFailed for anything else."""
+    try:
+        return decoded([text for text in texts if isinstance(text, str)])
+    except ValueError as error:
+        raise EpisodeFailed(str(error)) from None

@@ -60,9 +60,9 @@ class TokenBatch:
             responses: token ids of each response; None without responses.
             images: encoded images of each prompt; None for text.
         """
-        parts = [part for rows in (prompts, responses or [()] * len(prompts)) for part in _joined(rows)]
+        read, answered = _joined(prompts), _joined([()] * len(prompts) if responses is None else responses)
         shown = None if images is None else np.fromiter(map(tuple, images), dtype=object, count=len(images))
-        return cls(*parts, np.arange(len(prompts) + 1), images=shown)
+        return cls(*read, *answered, np.arange(len(prompts) + 1), images=shown)
 
     def __len__(self) -> int:
         return len(self.context_offsets) - 1

@@ -25,7 +25,6 @@ from pipeline.models.batch import TokenBatch
 from pipeline.models.packing import ImageInputs
 from pipeline.models.processor import Vision
 
-
 MISFIT = "the row was cut, or made with another processor or other settings of it"
 """Reasons why images and tokens of a row do not fit to each other."""
 

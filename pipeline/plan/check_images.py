@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.derived import reads_reference, uses_agent, uses_critic, uses_images, uses_reward_model
+from pipeline.derived import reads_reference, uses_critic, uses_images, uses_reward_model
 from pipeline.models.processor import why_not
 from pipeline.plan.models import VISION, ModelFiles, read_model
 
@@ -57,6 +57,7 @@ def _critic(config: Config, policy: ModelFiles | None, critic: ModelFiles | None
 
 def _settings(config: Config) -> dict[str, object]:
     data, model, parallel = config.data, config.model, config.actor.parallel
+    agents = config.agent.declared().values()
     low, high = model.min_pixels, model.max_pixels
     return {
         "{model.vision}, {data.truncation}: a cut prompt loses placeholders of its images; set data.truncation=error, "
@@ -77,5 +78,9 @@ def _settings(config: Config) -> dict[str, object]:
         "{model.vision} and {reward.model.path}: a reward model reads only text; leave it out": (
             uses_reward_model(config)
         ),
-        "{model.vision}: episodes (agent) cannot have images; leave one out": uses_agent(config),
+        "{model.vision}: programs and commands (agent.program, agent.command) cannot show images, only environments "
+        "and tools can; leave one out": any(agent.driven for agent in agents),
+        "{model.vision} and {agent.context}: a context with images cannot be rendered again; set agent.context=keep": (
+            any(agent.plays and agent.context == "rerender" for agent in agents)
+        ),
     }

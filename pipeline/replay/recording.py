@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.rows import AGENT, IMAGES, SCHEMA
@@ -171,10 +172,12 @@ class Recording:
         for name in NEWER - {*table.column_names}:
             table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         if "images" in self.columns:
-            # Only the first row of a group was written with them.
+            # Null stands for the images of the group's first row.
             first = np.repeat(np.arange(0, rows, self.n), self.n)
             column = table.schema.get_field_index("images")
-            table = table.set_column(column, table.schema.field(column), table["images"].take(pa.array(first)))
+            own = table["images"].combine_chunks()
+            whole = pc.if_else(own.is_null(), own.take(pa.array(first)), own)
+            table = table.set_column(column, table.schema.field(column), whole)
         return table.select(self.columns)
 
 

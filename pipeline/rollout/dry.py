@@ -14,7 +14,9 @@ from pipeline.agent.inside.interface import Call
 from pipeline.agent.tokens.calls import example
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
-from pipeline.generation import Generation
+from pipeline.derived import uses_images
+from pipeline.generation import Generation, PromptImages
+from pipeline.models.processor import load_vision
 from pipeline.omissions import remedy
 from pipeline.rollout.engine import Lease
 from pipeline.rollout.episodes import Episodes
@@ -91,7 +93,8 @@ class Rehearsal(Episodes):
         turns = own.max_turns if own.driven else min(2, own.max_turns)
         engine: Any = None
         agents = {name: replace(own, on_timeout="error", max_turns=turns)}
-        super().__init__(agents, config.data, tokenizer, engine, config.trainer.seed, seed_requests=False)
+        vision = load_vision(config.model) if uses_images(config) else None
+        super().__init__(agents, config.data, tokenizer, engine, config.trainer.seed, False, vision=vision)
         self._agent, self._most = self._agents[name], own.max_turns
         self._sampling = Sampling.of(config.rollout, config.data.max_response_length, "train")
         self._answer: list[int] = []
@@ -151,7 +154,7 @@ class Rehearsal(Episodes):
         return await self.run(prompts, [[self._sampling]] * len(prompts), Lease(one_version=True))
 
     def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
-        async def ask(ids: list[int], most: int, turn: int) -> Generation:
+        async def ask(ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
             tokens = np.array(self._answer[:most], np.int32)
             reason = "stop" if len(self._answer) <= most else "length"
             return Generation(tokens, np.zeros(len(tokens), np.float32), reason, ((0, len(tokens)),))

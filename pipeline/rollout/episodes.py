@@ -18,9 +18,11 @@ from pipeline.agent.endpoint.server import Endpoint
 from pipeline.agent.episode import Episode
 from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.agent.tokens.context import joined
+from pipeline.agent.tokens.pictures import Pictures
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
-from pipeline.generation import EngineRequest, Generation
+from pipeline.generation import EngineRequest, Generation, PromptImages
+from pipeline.models.processor import Vision
 from pipeline.rollout.agents import Agent
 from pipeline.rollout.engine import EngineLoop, Lease
 from pipeline.rollout.seeds import seed_of
@@ -39,6 +41,7 @@ class Episodes:
         seed_requests: true if each turn has its own seed (`rollout.seed_per_request`).
         hosts: hosts that run the processes of episodes; if there are none, the engine's node runs them.
         ends: ids of the tokens that end a turn (`models/ends.py`).
+        vision: processor of images; None in a run without images.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Episodes:
         seed_requests: bool,
         hosts: Hosts = BESIDE_ENGINES,
         ends: Sequence[int] = (),
+        vision: Vision | None = None,
     ) -> None:
+        self._vision, self._most_bytes = vision, data.max_image_bytes
         self._engine, self._seed, self._seed_requests, self._ends = engine, seed, seed_requests, ends
         self._endpoint = Endpoint()
         shared = data, tokenizer, self._endpoint, hosts
@@ -81,8 +86,9 @@ class Episodes:
             lease: lease of the engine, which keeps its weights from changing between two turns.
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
+        shown = [()] * len(table) if self._vision is None else table["images"].to_pylist()
         tasks = []
-        for uid, agent_name, prompt, source, truth, extra, samples in columns:
+        for (uid, agent_name, prompt, source, truth, extra, samples), images in zip(columns, shown, strict=True):
             agent = self._agents[agent_name]
             row = {
                 "prompt": json.loads(prompt),
@@ -94,7 +100,7 @@ class Episodes:
                 name = f"{self._seed}/{uid}/{sample}"
                 game = seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
                 ask = self._policy(sampling, name, lease)
-                tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask)))
+                tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask, images or ())))
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -102,21 +108,26 @@ class Episodes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _play(self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask) -> Episode:
+    async def _play(
+        self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask, images: Sequence[bytes]
+    ) -> Episode:
         """Run one episode, once the numbers of open episodes of agent and engine allow it."""
+        pictures = None if self._vision is None else Pictures(self._vision, self._most_bytes, images)
         async with agent.places, self._places:
             settings = await agent.start(), ask, sampling.max_tokens, sampling.stop
-            played = await episode.run(row, agent.open(row, seed, sampling), *settings)
+            played = await episode.run(row, agent.open(row, seed, sampling), *settings, pictures=pictures)
             if not played.lost:
                 return played
             # A single retry with the same seeds: the zygote may have died of this very episode.
-            return await episode.run(row, agent.open(row, seed, sampling), *settings, played.numbers["episode_s"])
+            spent = played.numbers["episode_s"]
+            return await episode.run(row, agent.open(row, seed, sampling), *settings, spent, pictures)
 
     def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
-        async def ask(ids: list[int], most: int, turn: int) -> Generation:
+        async def ask(ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
             drawn = self._seed_requests and sampling.temperature > 0
             seed = seed_of(f"{name}/{turn}") if drawn else None
-            request = EngineRequest(ids, replace(sampling, max_tokens=most), seed, tuple(self._ends))
+            limited = replace(sampling, max_tokens=most)
+            request = EngineRequest(ids, limited, seed, tuple(self._ends), images=images)
             future = self._engine.submit([request], lease=lease)
             try:
                 (generation,) = await asyncio.wrap_future(future)
@@ -148,6 +159,8 @@ def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
     """Return `table`, with one row for each episode, with the columns `AGENT` and the prompts that the episodes had."""
     prompts = pa.array([each.prompt_ids for each in episodes], rows.INTS)
     table = table.set_column(table.column_names.index("prompt_ids"), table.schema.field("prompt_ids"), prompts)
+    if rows.IMAGES.names[0] in table.column_names:
+        table = _with_images(table, episodes)
     spans = [
         [dict(zip(SPAN, span, strict=True)) for context in each.contexts for span in context.spans] for each in episodes
     ]
@@ -166,6 +179,15 @@ def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
             "episode": [Episode.to_json(each.numbers) for each in episodes],
         },
     )
+
+
+def _with_images(table: pa.Table, episodes: list[Episode]) -> pa.Table:
+    """Return `table` with the images that each episode has shown, and their hashes."""
+    for name, attribute in (("images", "images"), ("image_hash", "image_hashes")):
+        values = [getattr(each.contexts[0], attribute) if each.contexts else [] for each in episodes]
+        place, field = table.column_names.index(name), table.schema.field(name)
+        table = table.set_column(place, field, pa.array(values, rows.BINARIES))
+    return table
 
 
 def _contexts(episode: Episode) -> list[dict[str, Any]] | None:

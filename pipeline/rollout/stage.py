@@ -93,6 +93,7 @@ class Rollout:
         hosts: Hosts = BESIDE_ENGINES,
     ):
         from pipeline.models.ends import find_ends
+        from pipeline.models.processor import load_vision
         from pipeline.models.tokenizer import load_tokenizer
 
         self._rollout, self._deadlines, self._seed = rollout, trainer.deadlines, trainer.seed
@@ -118,7 +119,8 @@ class Rollout:
         self._episodes: Episodes | None = None
         if agent.used:
             run = self.engine, trainer.seed, rollout.seed_per_request
-            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends)
+            vision = load_vision(model) if model.vision != "none" else None
+            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends, vision)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake meanwhile.
             self.engine.call(lambda engine: engine.sleep(), when_idle=True).result(timeout=self._deadlines.publish)

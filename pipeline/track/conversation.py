@@ -79,14 +79,15 @@ class Trajectory:
 
 def conversation(row: Mapping[str, Any]) -> Trajectory:
     """Convert a row of `trajectories/` or `validation/`, with the `COLUMNS` that its run has, to a conversation."""
-    prompt = with_sizes(json.loads(row["prompt"]), row.get("images") or ())
+    images = row.get("images") or ()
+    prompt = with_sizes(json.loads(row["prompt"]), images)
     spans: Sequence[Mapping[str, Any]]
     if row.get("messages") is None:
         messages = answered(prompt, row["response"])
         prompt = messages[:-1]
         spans = [{"kind": ANSWER, "tokens": len(row["response_ids"]), "reward": None}]
     else:
-        messages, spans = json.loads(row["messages"]), row["spans"]
+        messages, spans = with_sizes(json.loads(row["messages"]), images), row["spans"]
     spans = _in_pairs(spans)
     runs = np.array([(run["version"], run["tokens"]) for run in row["version_runs"]], dtype=np.int64).reshape(-1, 2)
     versions = np.repeat(runs[:, 0], runs[:, 1])
@@ -121,16 +122,20 @@ def conversation(row: Mapping[str, Any]) -> Trajectory:
     return Trajectory(openings[0], prompts, turns)
 
 
-def with_sizes(prompt: list[dict[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the messages of a prompt with the sizes of its images in place of each `<image>`; without images, the
-    messages as they are."""
+def with_sizes(messages: list[dict[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return messages with the sizes of their images in place of each `<image>` that the policy did not write; without
+    images, the messages as they are."""
     left = iter(images)
 
     def text(message: dict[str, Any]) -> str:
-        first, *others = message["content"].split(IMAGE)
-        return "".join([first, *(described(next(left)) + other for other in others)])
+        first, *others = (message.get("content") or "").split(IMAGE)
+        return "".join([first, *((described(image) if (image := next(left, b"")) else IMAGE) + o for o in others)])
 
-    return [message | {"content": text(message)} for message in prompt] if images else prompt
+    return (
+        [message if message["role"] == "assistant" else message | {"content": text(message)} for message in messages]
+        if images
+        else messages
+    )
 
 
 def described(image: bytes) -> str:

@@ -62,7 +62,8 @@ class ToySession:
     """Replies with what the script says; an exception in it is raised."""
 
     def __init__(self, replies: Sequence[Any] = (), opened: Any = None) -> None:
-        self.opened, self._replies, self.heard = opened, list(replies), []
+        self.opened, self.opened_images = opened, list[str]()
+        self._replies, self.heard = list(replies), []
         self.closed: list[bool] = []
         """Whether the episode had come to its end, each time that it was closed."""
 

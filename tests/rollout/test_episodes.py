@@ -68,7 +68,7 @@ def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.
     playing: Counter[str] = Counter()
     most: Counter[str] = Counter()
 
-    async def play(row: dict[str, Any], *given: Any) -> Episode:
+    async def play(row: dict[str, Any], *given: Any, pictures: None) -> Episode:
         name = row["data_source"]
         given[0].close()
         playing[name] += 1

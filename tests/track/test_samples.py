@@ -32,7 +32,7 @@ def test_the_latest_iteration_and_its_first_row(run: str) -> None:
 def test_each_row_has_the_images_of_its_group(tmp_path: Path) -> None:
     shown = {0: [b"a"], 1: [], 2: [b"b", b"c"]}
     keys = [(group, sample) for group in shown for sample in range(2)]
-    write(tmp_path, *(single(*key, uid=f"0-{key[0]}", images=shown[key[0]]) for key in keys))
+    write(tmp_path, *(single(*key, uid=f"0-{key[0]}", images=shown[key[0]], image_hash=shown[key[0]]) for key in keys))
     rows = Rows(str(tmp_path))
     for number, key in enumerate(rows.keys):
         assert rows.read(number, COLUMNS)["images"] == shown[int(key["uid"][2:])]

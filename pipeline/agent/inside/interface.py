@@ -79,6 +79,8 @@ class Observation:
     """Reward of the turn; None for none. The rewards of an episode are summed."""
     parts: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     """Further values for metrics, such as `acc`; a later observation replaces values of the same name."""
+    images: List[bytes] = field(default_factory=list)  # noqa: UP006
+    """Encoded images (PNG, JPEG) in a run with `model.vision`. Each `<image>` in `content` stands for the next one."""
 
 
 Chat = Callable[..., Awaitable[Message]]
@@ -104,7 +106,7 @@ class Environment:
     Methods may be `async def`.
     """
 
-    def reset(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
+    def reset(self, row: Dict[str, Any], seed: int) -> Union[Content, Observation]:  # noqa: UP006, UP007
         """Begin the episode.
 
         Args:
@@ -112,7 +114,7 @@ class Environment:
             seed: seed of the episode, the same for all episodes of a group if `agent.same_seed_in_group` is set.
 
         Returns:
-            The text or messages that follow the row's prompt.
+            The text or messages that follow the row's prompt; or an `Observation` of these, to add images.
         """
         return None
 

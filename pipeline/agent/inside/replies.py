@@ -17,6 +17,7 @@ chats as further frames (`chat_client.py`). After a `close` with `free`, `reset`
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import math
 import os
@@ -39,6 +40,7 @@ from pipeline.agent.inside.load import MAX_ERROR, Code
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 MAX_ROLE = 40  # characters
+MAX_IMAGES = 3 << 20  # bytes of one observation's images in base64
 THREAD_S = 0.2  # seconds until an ended thread is gone
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal on which a process past its deadline reports the file and line at which the user's code is."""
@@ -171,8 +173,14 @@ class Replies:
         if self._code.environment is None:
             return {"opened": None}
         self._environment = self._code.environment()
-        content = self._value(self._environment.reset(request["row"], seed))
-        return {"opened": checked_content(content, f"{type(self._environment).__name__}.reset")}
+        result = self._value(self._environment.reset(request["row"], seed))
+        name = f"{type(self._environment).__name__}.reset"
+        if not isinstance(result, Observation):
+            return {"opened": checked_content(result, name)}
+        found = checked(result, name)
+        if found["done"] or found["reward"] is not None or found["parts"]:
+            raise ValueError(f"{name} returned an Observation with done, reward or parts; only `step` may set them")
+        return {"opened": found["content"], "images": found["images"]}
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
@@ -325,7 +333,25 @@ def checked(observation: Observation, name: str) -> dict[str, Any]:
     if done not in (True, False):
         raise ValueError(f"{name} returned done={_shown(done)}; expected True or False")
     parts, content = _parts(observation.parts, name), checked_content(observation.content, name)
-    return {"content": content, "done": bool(done), "reward": reward, "parts": parts}
+    images = checked_images(observation.images, name)
+    return {"content": content, "done": bool(done), "reward": reward, "parts": parts, "images": images}
+
+
+def checked_images(images: Any, name: str) -> list[str]:
+    """Check the encoded images of an observation, and return them as text in base64.
+
+    Args:
+        name: name, for errors, of the method that returned the images.
+
+    Raises:
+        ValueError: they are something else than a list of bytes, or larger together than `MAX_IMAGES`.
+    """
+    if not isinstance(images, (list, tuple)) or not all(isinstance(image, (bytes, str)) for image in images):
+        raise ValueError(f"{name} returned images of {_shown(images)}; expected a list of bytes, such as a PNG file's")
+    texts = [image if isinstance(image, str) else base64.b64encode(image).decode() for image in images]
+    if (size := sum(map(len, texts))) > MAX_IMAGES:
+        raise ValueError(f"{name} returned images of {size:,} bytes in base64; at most {MAX_IMAGES:,} fit")
+    return texts
 
 
 def _reward(reward: Any, name: str, place: str = "") -> float | None:

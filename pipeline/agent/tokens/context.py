@@ -47,6 +47,12 @@ class Context:
     """For each token after the prompt, 1 if the policy sampled it and it is trained, else 0."""
     log_probs: list[float] = field(default_factory=list)
     """For each token after the prompt, the log-prob if the policy sampled it, else 0."""
+    images: list[bytes] = field(default_factory=list)
+    """Encoded images of prompt and observations, in order."""
+    image_hashes: list[bytes] = field(default_factory=list)
+    """Hash of each image with the processor's settings."""
+    sent: list[int] | None = None
+    """All tokens with one placeholder for each image, as engines read them; None in a run without images."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Runs of tokens as (policy version, number of tokens); an observation has the version of the turn before it."""
     spans: list[Span] = field(default_factory=list)
@@ -73,28 +79,38 @@ class Context:
         self.answer = generation.token_ids.tolist()
         self.finish_reason = generation.finish_reason
         self.ids += self.answer
+        if self.sent is not None:
+            self.sent += self.answer
         self.log_probs += generation.log_probs.tolist()
         self.mask += [1] * len(self.answer)
         for version, tokens in generation.version_runs:
             self._add_run(version, tokens)
         self.spans.append((ANSWER, len(self.answer), None))
 
-    def add_observation(self, ids: list[int]) -> None:
-        """Append the tokens of an observation, which the policy did not sample."""
+    def add_observation(self, ids: list[int], sent: Sequence[int] = ()) -> None:
+        """Append the tokens of an observation, which the policy did not sample.
+
+        Args:
+            ids: the tokens, with the features of images.
+            sent: the tokens with one placeholder for each image.
+        """
         self.ids += ids
+        if self.sent is not None:
+            self.sent += sent
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
         self._add_run(self.runs[-1][0], len(ids))
         self.spans.append((OBSERVATION, len(ids), None))
 
     def drop_observation(self, messages: int) -> None:
-        """Remove the observation at the end of the context.
+        """Remove the observation at the end of the context, which has no images.
 
         Args:
             messages: number of messages in the observation.
         """
         _, count, _ = self.spans.pop()
-        for values in (self.ids, self.log_probs, self.mask):
+        kept: tuple[list[Any], ...] = (self.ids, self.log_probs, self.mask, self.sent or [])
+        for values in kept:
             del values[len(values) - count :]
         del self.messages[-messages:], self.heard[-messages:]
         version, tokens = self.runs.pop()
