@@ -19,6 +19,7 @@ from pipeline.agent.inside.interface import (
     Message,
     Observation,
     ToolError,
+    ToolResult,
     tool,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "Message",
     "Observation",
     "ToolError",
+    "ToolResult",
     "tool",
 ]

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint.chat_server import ChatHandler
-from pipeline.agent.inside.interface import Content, Message, Observation
+from pipeline.agent.inside.interface import Content, Message, Observation, ToolResult
 from pipeline.agent.inside.replies import ProgramResult
 
 
@@ -19,8 +19,8 @@ class EpisodeProcess(Protocol):
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Send the environment a message of the policy and return the observation."""
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Call a tool and return its result as text."""
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
+        """Call a tool and return its result: text, or a `ToolResult` whose images are in base64."""
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program of the episode and return its result."""

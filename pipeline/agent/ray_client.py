@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
-from pipeline.agent.inside.interface import Content, Message, Observation
+from pipeline.agent.inside.interface import Content, Message, Observation, ToolResult
 from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.ray_hosts import EpisodeKey, Hosts
 from pipeline.agent.session import CLOSE_S, PLACE_S
@@ -160,7 +160,7 @@ class RemoteSession:
         """See `Session.step`."""
         return await self._ask("step", timeout_s, message, timeout_s)
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
         """See `Session.call`."""
         return await self._ask("call", timeout_s, name, arguments, timeout_s)
 

@@ -14,8 +14,15 @@ from pipeline.agent.arguments import mistake, whole
 from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer, FrameReceiver, Send, as_fields
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.inside import frames
-from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation
-from pipeline.agent.inside.replies import ProgramResult, checked, checked_content, checked_images, checked_result
+from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation, ToolResult
+from pipeline.agent.inside.replies import (
+    ProgramResult,
+    checked,
+    checked_content,
+    checked_images,
+    checked_result,
+    checked_tool,
+)
 from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 
 log = logging.getLogger(__name__)
@@ -94,8 +101,8 @@ class Session:
         reply.pop("id")
         return self._checked(lambda: Observation(**checked(Observation(**reply), "step")))
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Call a tool and return its result as text.
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
+        """Call a tool and return its result: text, or a `ToolResult` whose images are in base64.
 
         Raises:
             PolicyMistake: the tool does not exist, the arguments do not fit, or the tool raised `ToolError`.
@@ -111,7 +118,11 @@ class Session:
         reply = await self._ask("call", f"tool {name}", timeout_s, name=name, arguments=arguments)
         if "mistake" in reply:
             raise PolicyMistake(str(reply["mistake"]))
-        return str(reply.get("text"))
+        text = str(reply.get("text"))
+        if not reply.get("images"):
+            return text
+        made = ToolResult(text, reply["images"], reply.get("plain"))
+        return ToolResult(**self._checked(lambda: checked_tool(made, f"tool {name}")))
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program of the episode and return its result.

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
-from pipeline.agent.inside.interface import Call, Message
+from pipeline.agent.inside.interface import Call, Message, ToolResult
 from pipeline.agent.inside.replies import MAX_PARTS
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.tokens.context import Answer
@@ -113,7 +113,9 @@ class TurnsPlayer:
         if message.calls:
             if last:
                 return Reply()
-            return Reply([await self._call(conversation, call, i) for i, call in enumerate(message.calls)])
+            shown = list[bytes]()
+            messages = [await self._call(conversation, call, i, shown) for i, call in enumerate(message.calls)]
+            return Reply(messages, images=shown)
         if not self._environment:
             return Reply(ended="length" if message.truncated else "stop")
         return await self._step(message)
@@ -132,12 +134,22 @@ class TurnsPlayer:
         images = _images(observation.images)
         return Reply(content or [], "done" if observation.done else "", observation.reward, images)
 
-    async def _call(self, conversation: Conversation, call: Call, number: int) -> dict[str, Any]:
-        """Make the tool call `number` (from 0) of a turn; returns the tool's message."""
+    async def _call(self, conversation: Conversation, call: Call, number: int, shown: list[bytes]) -> dict[str, Any]:
+        """Make the tool call `number` (from 0) of a turn; returns the tool's message.
+
+        Its images are added to `shown`.
+        """
         text = await self._result(conversation, call, number)
+        if isinstance(text, ToolResult):
+            found = _images(text.images)
+            if conversation.pictures is None and text.plain is not None:
+                text = text.plain
+            else:
+                shown += found
+                text = text.text
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
-    async def _result(self, conversation: Conversation, call: Call, number: int) -> str:
+    async def _result(self, conversation: Conversation, call: Call, number: int) -> str | ToolResult:
         if number >= self._config.max_parallel_calls:
             return f"Error: only {self._config.max_parallel_calls} calls are allowed in one answer."
         if call.name not in self._tools:

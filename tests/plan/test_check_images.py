@@ -34,6 +34,7 @@ def test_runs_of_text_have_no_limits_of_images() -> None:
         "model.lora.rank=4 model.lora.weight_sync=merged",
         "actor.use_kl_loss=true",
         "algorithm.adv_estimator=gae",
+        "agent.environment=my_game:Game",
     ],
 )
 def test_settings_that_fit(overrides: str) -> None:
@@ -51,7 +52,8 @@ def test_settings_that_fit(overrides: str) -> None:
         ("model.lora.rank=4 model.lora.weight_sync=adapter", "model.vision model.lora.weight_sync"),
         ("model.vision=trained rollout.update_kv=keep", "model.vision rollout.update_kv"),
         ("reward.model.path=owner/judge", "model.vision reward.model.path"),
-        ("agent.environment=my_game:Game", "model.vision agent"),
+        ("agent.program=my_game:run", "model.vision agent.program agent.command environments tools"),
+        ("agent.environment=my_game:Game agent.context=rerender", "model.vision agent.context"),
     ],
 )
 def test_settings_that_exclude_images(overrides: str, keys: str, named: Named) -> None:

@@ -83,6 +83,18 @@ class Observation:
     """Encoded images (PNG, JPEG) in a run with `model.vision`. Each `<image>` in `content` stands for the next one."""
 
 
+@dataclass
+class ToolResult:
+    """The result of a tool with images."""
+
+    text: str
+    """Text that the model reads. Each `<image>` in it stands for the next image."""
+    images: List[bytes] = field(default_factory=list)  # noqa: UP006
+    """Encoded images (PNG, JPEG)."""
+    plain: Optional[str] = None  # noqa: UP045
+    """Text in place of `text` in a run without `model.vision`. None makes the row an error there."""
+
+
 Chat = Callable[..., Awaitable[Message]]
 """A function that lets the policy generate the turn after a program's messages: `await chat(messages, tools=None)`.
 
@@ -128,6 +140,8 @@ class Environment:
 
 def tool(function: Optional[Callable] = None, *, timeout_s: Optional[float] = None, name: Optional[str] = None) -> Any:  # noqa: UP045
     """Mark a function as a tool. The model reads a schema that is made from the function's signature and docstring.
+
+    The tool returns text, a value that becomes JSON, or a `ToolResult` with images.
 
     A marked method of an environment is a tool that can use the state of the episode.
 

@@ -14,6 +14,7 @@ The deadlines of the episode hold: after one has passed, the process is killed, 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ctypes
 import json
@@ -37,7 +38,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from pipeline.agent.inside.frames import MAX_FRAME, MAX_TOOLS, MAX_VALUES
-from pipeline.agent.inside.interface import ToolError
+from pipeline.agent.inside.interface import ToolError, ToolResult
 from pipeline.agent.inside.mcp_streams import ReadStream, StreamGuard, WriteStream, is_meant
 from pipeline.agent.inside.remote import ServerFailed, cause, without_login
 from pipeline.agent.inside.schema import NAME
@@ -121,8 +122,8 @@ class Server:
         except Exception as error:
             raise self._failed(error) from error
 
-    def call(self, name: str, /, **arguments: Any) -> str:
-        """Call a tool of the server and return the result as text.
+    def call(self, name: str, /, **arguments: Any) -> str | ToolResult:
+        """Call a tool of the server and return the result as text, or as text with images.
 
         Raises:
             ToolError: the server replied that the call failed.
@@ -141,7 +142,10 @@ class Server:
         text = said(result)
         if result.is_error:
             raise ToolError(text or f"{name} failed")
-        return text
+        images = [block for block in result.content if isinstance(block, mcp_types.ImageContent)]
+        if not images:
+            return text
+        return ToolResult(said(result, images=True), [base64.b64decode(block.data) for block in images], text)
 
     def close(self) -> None:
         """End the connection, and the server process of a command."""
@@ -280,13 +284,19 @@ class _Bounded(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-def said(result: mcp_types.CallToolResult) -> str:
-    """Return the text of a tool's result; content that is not text becomes a note in brackets."""
+def said(result: mcp_types.CallToolResult, images: bool = False) -> str:
+    """Return the text of a tool's result; content that is not text becomes a note in brackets.
+
+    With `images`, `<image>` stands for each image.
+    """
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)
         text = getattr(inner, "text", None)
         kind = getattr(inner, "mime_type", None) or block.type
+        if images and isinstance(block, mcp_types.ImageContent):
+            parts.append("<image>")
+            continue
         parts.append(text if isinstance(text, str) else f"[{getattr(inner, 'uri', '') or kind}: no text]")
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

@@ -33,7 +33,7 @@ from typing import Any
 
 from pipeline.agent.inside import chat_client, command
 from pipeline.agent.inside.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
-from pipeline.agent.inside.interface import Call, Environment, Message, Observation, ToolError
+from pipeline.agent.inside.interface import Call, Environment, Message, Observation, ToolError, ToolResult
 from pipeline.agent.inside.load import MAX_ERROR, Code
 
 # The bounds of `pipeline/reward/result.py`, which these processes do not have.
@@ -200,6 +200,8 @@ class Replies:
         result = self._value(tool.function(*first, **request["arguments"]))
         if isinstance(result, str):
             return {"text": cut(result, MAX_TEXT)}
+        if isinstance(result, ToolResult):
+            return checked_tool(result, self._name(request))
         try:
             # Read back as the text of its JSON, without the header of the frame.
             return {"text": cut(encode(result)[4:].decode(), MAX_TEXT)}
@@ -335,6 +337,22 @@ def checked(observation: Observation, name: str) -> dict[str, Any]:
     parts, content = _parts(observation.parts, name), checked_content(observation.content, name)
     images = checked_images(observation.images, name)
     return {"content": content, "done": bool(done), "reward": reward, "parts": parts, "images": images}
+
+
+def checked_tool(result: ToolResult, name: str) -> dict[str, Any]:
+    """Check the result of a tool with images, and return its fields as a dict.
+
+    Args:
+        name: name of the tool, for errors.
+
+    Raises:
+        ValueError: a field has a wrong type, or the images are too large.
+    """
+    texts = [result.text] if result.plain is None else [result.text, result.plain]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} returned a ToolResult with {_shown(result.text)}; expected a text")
+    fields = {"text": cut(result.text, MAX_TEXT), "images": checked_images(result.images, name)}
+    return fields if result.plain is None else {**fields, "plain": cut(result.plain, MAX_TEXT)}
 
 
 def checked_images(images: Any, name: str) -> list[str]:

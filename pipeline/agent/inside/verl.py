@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import inspect
+import io
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.agent.inside.interface import Environment, Message, Observation
+from pipeline.agent.inside.interface import Environment, Message, Observation, ToolResult
 from pipeline.agent.inside.schema import schema_of
 
 FUNCTION_TOOLS = "verl.tools.function_tool"
@@ -95,7 +96,7 @@ class VerlTool:
         name = self.schema["function"]["name"]
         self._kwargs = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(name) or {}
 
-    async def call(self, /, **arguments: Any) -> str:
+    async def call(self, /, **arguments: Any) -> str | ToolResult:
         """Call the tool and return the text of its result. The first call in an episode creates the tool."""
         if self._id is None:
             given = self._kwargs.get("create_kwargs") or {}
@@ -112,21 +113,35 @@ class VerlTool:
             await self._tool.release(number, **(self._kwargs.get("release_kwargs") or {}))
 
 
-def said(result: Any) -> str:
-    """Return the text in the result of a verl tool: text, `ToolResponse`, or a tuple that begins with one of them.
+def said(result: Any) -> str | ToolResult:
+    """Return the text, or text and images, in the result of a verl tool: text, `ToolResponse`, or a tuple that begins
+    with one of them. As in verl, the model sees the images before the text.
 
     Raises:
-        ValueError: the result holds images or videos.
+        ValueError: the result holds videos, or an image that is neither bytes nor one of the package `pillow`.
     """
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
         result = result[0]
     if isinstance(result, str):
         return result
-    if getattr(result, "image", None) or getattr(result, "video", None):
-        raise ValueError("the tool returned an image or a video; only text can be read here")
+    if getattr(result, "video", None):
+        raise ValueError("the tool returned a video; only text and images can be read here")
+    if images := getattr(result, "image", None):
+        encoded = [_encoded(image) for image in (images if isinstance(images, (list, tuple)) else [images])]
+        return ToolResult("<image>" * len(encoded) + (getattr(result, "text", None) or ""), encoded)
     if hasattr(result, "text"):
         return result.text or ""
     return json.dumps(result, ensure_ascii=False) if isinstance(result, dict) else str(result)
+
+
+def _encoded(image: Any) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    if not hasattr(image, "save"):
+        raise ValueError(f"the tool returned a {type(image).__name__} as an image; return an image of pillow, or bytes")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 async def _fitting(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -156,7 +171,7 @@ def function_tools(module: str) -> list[tuple[dict[str, Any], Callable[..., Any]
 
 
 def _said_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(**arguments: Any) -> str:
+    async def call(**arguments: Any) -> str | ToolResult:
         result = function(**arguments)
         return said(await result if inspect.isawaitable(result) else result)
 

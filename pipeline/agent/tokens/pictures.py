@@ -1,7 +1,6 @@
 """The images of an episode: those of its prompt, and those that observations show."""
 
 import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,5 +60,5 @@ def decoded(images: Sequence[str]) -> list[bytes]:
     """Return encoded images from their texts in base64. Raises ValueError if a text is no base64."""
     try:
         return [base64.b64decode(image, validate=True) for image in images]
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"an image of an observation is no base64 ({error}); give the bytes of a file") from error

@@ -21,6 +21,7 @@ from pipeline.agent.inside.mcp_client import LIMIT, Server
 from pipeline.agent.inside.mcp_streams import is_meant
 from pipeline.agent.inside.remote import ServerFailed
 from pipeline.agent.processes import Processes
+from pipeline.agent.tokens.pictures import decoded
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run
@@ -54,7 +55,9 @@ def test_the_tools_of_a_command(tmp_path: Path, monkeypatch: Any) -> None:
         assert await first.call("add", {"fruits": ["<é 😀>"]}, 30) == "fig\n<é 😀>"
         # Each episode has a server of its own.
         assert await second.call("add", {"fruits": []}, 30) == '{"result": []}'
-        assert await second.call("picture", {}, 30) == "a pear\n[image/png: no text]"
+        shown = await second.call("picture", {}, 30)
+        assert (shown.text, shown.plain) == ("a pear\n<image>", "a pear\n[image/png: no text]")
+        assert decoded(shown.images) == [b"png"]
         variables = await second.call("variables", {}, 30)
         assert SECRET in variables and "MLFLOW_TRACKING_TOKEN" not in variables
         os.kill(int(await second.call("process", {}, 30)), signal.SIGKILL)

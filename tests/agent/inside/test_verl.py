@@ -1,15 +1,18 @@
 """verl's interactions and tools run as they are."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from pipeline.agent import Message, Observation
+from pipeline.agent import Message, Observation, ToolResult
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
 from pipeline.agent.inside.load import load
 from pipeline.agent.processes import Processes
+from pipeline.agent.tokens.pictures import decoded
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 
@@ -82,6 +85,15 @@ class Bare(BaseTool):
 class Picture(Old):
     async def execute(self, instance_id, parameters, **kwargs):
         return ToolResponse(image=["pixels"]), 0.0, {}
+
+class Pictures(Old):
+    async def execute(self, instance_id, parameters, **kwargs):
+        from PIL import Image
+        return ToolResponse(text="two", image=[Image.new("RGB", (8, 4)), b"bytes"]), 0.0, {}
+
+class Film(Old):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(video=["frames"]), 0.0, {}
 """
 
 YAML = """
@@ -183,15 +195,35 @@ def test_tools_of_a_yaml_file_and_classes_and_functions(tmp_path: Path) -> None:
     assert (tmp_path / "released").read_text() == "35"
 
 
-def test_a_tool_that_answers_with_an_image_fails_its_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("Picture", "returned a str as an image; return an image of pillow, or bytes"),
+        ("Film", "returned a video; only"),
+    ],
+)
+def test_a_tool_that_answers_with_something_unreadable_fails_its_row(tmp_path: Path, tool: str, words: str) -> None:
     (tmp_path / "counting.py").write_text(TOOL)
 
     async def play(processes: Processes) -> None:
         session = await processes.open(ROW, 1, 30)
-        with pytest.raises(EpisodeFailed, match="the tool returned an image or a video; only text can be read here"):
+        with pytest.raises(EpisodeFailed, match=words):
             await session.call("old", {}, 10)
 
-    run(AgentConfig(tools=[f"{tmp_path}/counting.py:Picture"]), play)
+    run(AgentConfig(tools=[f"{tmp_path}/counting.py:{tool}"]), play)
+
+
+def test_a_tool_answers_with_images_before_its_text(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(TOOL)
+
+    async def play(processes: Processes) -> None:
+        session = await processes.open(ROW, 1, 30)
+        shown = await session.call("old", {}, 10)
+        assert isinstance(shown, ToolResult) and shown.text == "<image><image>two" and shown.plain is None
+        first, second = decoded(shown.images)
+        assert Image.open(io.BytesIO(first)).size == (8, 4) and second == b"bytes"
+
+    run(AgentConfig(tools=[f"{tmp_path}/counting.py:Pictures"]), play)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The engine `hf` reads the images of prompts as the trainer does, at each policy version."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
