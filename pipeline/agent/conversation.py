@@ -6,15 +6,14 @@ engine saw.
 """
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.heard import characters, compared, texts, to_calls
 from pipeline.agent.inside.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.tokens.chat_format import TOKEN, ChatFormat
@@ -126,7 +125,7 @@ class Conversation:
                 "something new"
             )
         many = len(messages) > chat_format.max_prompt_length
-        length = f"{len(messages):,} messages" if many else f"{_characters(messages):,} characters"
+        length = f"{len(messages):,} messages" if many else f"{characters(messages):,} characters"
         fits = self._may_fit(messages, chat_format.max_prompt_length)
         ids, sent = list[int](), list[int]()
         if fits:
@@ -144,7 +143,7 @@ class Conversation:
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
                 f"data.max_prompt_length={chat_format.max_prompt_length}"
             )
-        context = self._new(ids, recorded(messages), chat_format, [_content(message) for message in messages])
+        context = self._new(ids, recorded(messages), chat_format, [compared(message) for message in messages])
         if self.pictures is not None:
             context.sent = list(sent)
             self.pictures.show(context, images)
@@ -200,7 +199,7 @@ class Conversation:
         context.calls, context.text = message.calls, message.text
         context.turns.append(number)
         context.messages.append(as_recorded(message))
-        context.heard.append(_content(context.messages[-1]))
+        context.heard.append(compared(context.messages[-1]))
         return Answer(message, malformed, truncated and limit == room, len(ids), len(context.answer))
 
     def _busy(self, context: Context) -> None:
@@ -232,7 +231,7 @@ class Conversation:
         if self.pictures is not None and self.pictures.was_sampled(context.answer):
             raise EpisodeFailed("the policy wrote the placeholder of images, which no engine could read as text again")
         chat_format, bridge = context.chat_format, context.chat_format.bridge
-        heard = [*context.heard, *(_content(message) for message in messages)]
+        heard = [*context.heard, *(compared(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
         keeps = self.config.context == "keep"
         room = self._room(context) if keeps else chat_format.max_prompt_length + self._longest
@@ -296,7 +295,7 @@ class Conversation:
         if known is None:
             context = self.begin(messages, chat_format)
         else:
-            new = _to_calls(known, messages[len(known.heard) :])
+            new = to_calls(known, messages[len(known.heard) :])
             following = self.observe(known, new)
             if following is None:
                 self._end("length")
@@ -332,7 +331,7 @@ class Conversation:
     def _continued(self, messages: list[dict[str, Any]], chat_format: ChatFormat) -> Context | None:
         """Return the context with the longest conversation that `messages` repeat and continue; None if there is
         none."""
-        wanted = [_content(message) for message in messages]
+        wanted = [compared(message) for message in messages]
         found: Context | None = None
         for context in self.contexts:
             known = context.heard
@@ -349,11 +348,11 @@ class Conversation:
 
         Each message takes at least one token.
         """
-        if len(messages) > tokens or (characters := _characters(messages)) > tokens * TOKEN:
+        if len(messages) > tokens or (length := characters(messages)) > tokens * TOKEN:
             return False
-        if characters <= tokens * USUAL:
+        if length <= tokens * USUAL:
             return True
-        for text in _texts(messages):
+        for text in texts(messages):
             for start in range(0, len(text), PIECE):
                 tokens -= max(0, len(self._chat_format.bridge.content_ids(text[start : start + PIECE])) - SEAM)
                 if tokens < 0:
@@ -380,46 +379,3 @@ class Conversation:
         mark = mark.format(len(ids) - kept)
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
-
-
-def _characters(messages: list[dict[str, Any]]) -> int:
-    return sum(map(len, _texts(messages)))
-
-
-def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the contents, names and calls of messages as texts, without the texts that the chat template adds."""
-    for message in messages:
-        yield message.get("content") or ""
-        yield message.get("name") or ""
-        for call in message.get("tool_calls") or ():
-            yield json.dumps(call["function"], ensure_ascii=False)
-
-
-def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each tool message after a context the id and name of the call that the message answers.
-
-    The call is found by `tool_call_id` among the calls of the context's last turn.
-    """
-    named = []
-    for message in messages:
-        if message["role"] == "tool":
-            message = dict(message)
-            number = message.pop("tool_call_id", None)
-            if number in context.call_ids:
-                call = context.calls[context.call_ids.index(number)]
-                message |= {"tool_call_id": call.id, "name": call.name}
-        named.append(message)
-    return named
-
-
-def _content(message: dict[str, Any]) -> tuple[str, str, str]:
-    """Return role, text and calls of a message in a form that is equal for equal messages, whatever their JSON
-    layout."""
-    calls = message.get("calls") or [call["function"] for call in message.get("tool_calls") or []]
-    made = []
-    for call in calls:
-        arguments = call["arguments"]
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        made.append([call["name"], arguments])
-    return message["role"], message.get("content") or "", json.dumps(made, sort_keys=True)

@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint.chat_server import ChatHandler
+from pipeline.agent.inside.checks import ProgramResult
 from pipeline.agent.inside.interface import Content, Message, Observation, ToolResult
-from pipeline.agent.inside.replies import ProgramResult
 
 
 class EpisodeProcess(Protocol):

@@ -7,9 +7,9 @@ from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint.chat_server import ChatHandler
 from pipeline.agent.endpoint.server import Endpoint, Route
 from pipeline.agent.errors import CommandFailed, EpisodeFailed
+from pipeline.agent.inside.checks import ProgramResult
 from pipeline.agent.inside.forms import joined
 from pipeline.agent.inside.interface import EpisodeOver
-from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.session import Session
 

@@ -17,8 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer
 from pipeline.agent.errors import EpisodeFailed, EpisodeLost
+from pipeline.agent.inside.checks import ProgramResult
 from pipeline.agent.inside.interface import Content, Message, Observation, ToolResult
-from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.ray_hosts import EpisodeKey, Hosts
 from pipeline.agent.session import CLOSE_S, PLACE_S
 from pipeline.agent.zygote import LoadedCode

@@ -14,8 +14,7 @@ from pipeline.agent.arguments import mistake, whole
 from pipeline.agent.endpoint.chat_server import ChatFailed, ChatHandler, ChatServer, FrameReceiver, Send, as_fields
 from pipeline.agent.errors import CommandFailed, EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.agent.inside import frames
-from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation, ToolResult
-from pipeline.agent.inside.replies import (
+from pipeline.agent.inside.checks import (
     ProgramResult,
     checked,
     checked_content,
@@ -23,6 +22,7 @@ from pipeline.agent.inside.replies import (
     checked_result,
     checked_tool,
 )
+from pipeline.agent.inside.interface import Content, EpisodeOver, Message, Observation, ToolResult
 from pipeline.agent.zygote import LoadedCode, ZygoteHandle, ZygoteLost
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.errors import EpisodeFailed, PolicyMistake
+from pipeline.agent.inside.checks import MAX_PARTS
 from pipeline.agent.inside.interface import Call, Message, ToolResult
-from pipeline.agent.inside.replies import MAX_PARTS
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.tokens.context import Answer
 from pipeline.agent.tokens.pictures import decoded

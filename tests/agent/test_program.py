@@ -12,9 +12,9 @@ from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.endpoint.messages import checked_messages, checked_tools
 from pipeline.agent.episode import Episode
 from pipeline.agent.errors import EpisodeFailed
+from pipeline.agent.inside.checks import ProgramResult
 from pipeline.agent.inside.forms import split
 from pipeline.agent.inside.frames import MAX_REASON
-from pipeline.agent.inside.replies import ProgramResult
 from pipeline.agent.program import ProgramPlayer
 from pipeline.agent.tokens.chat_format import ChatFormat
 from pipeline.agent.tokens.context import Answer, joined

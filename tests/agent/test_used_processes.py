@@ -116,7 +116,7 @@ def test_a_host_has_used_processes() -> None:
         await host.start(None, served("x"))
         for number, well in enumerate((True, False, True)):
             key = ("engine", number)
-            opened, _ = await host.open(key, None, ROW, 1, 30)
+            (opened, _), _ = await host.open(key, None, ROW, 1, 30)
             assert (await host.step(key, Message("good"), 10))[0] == GOOD
             await host.close(key, well)
             seen.append(opened.split()[1])

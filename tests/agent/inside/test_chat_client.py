@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.errors import EpisodeFailed
-from pipeline.agent.inside.replies import ProgramResult
+from pipeline.agent.inside.checks import ProgramResult
 from pipeline.agent.processes import Processes
 from pipeline.agent.session import Session
 from pipeline.agent.tokens.context import Answer
