@@ -17,6 +17,7 @@ from jobs.entry import command
 from jobs.smollm2 import fetch
 from pipeline.config import CONFIG_DIR, load_config
 from pipeline.config.paths import without_scheme
+from pipeline.plan.host import multiplies_bfloat16
 from pipeline.run.versions import check_versions
 
 GGUF = ".gguf"
@@ -163,14 +164,6 @@ class Demo:
             # Without these instructions, products in bfloat16 are slower than in float32.
             *([] if self.source is None or multiplies_bfloat16() else ["actor.fsdp.param_dtype=float32"]),
         ]
-
-
-def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if this machine's processor has instructions for matrix products in bfloat16."""
-    try:
-        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpuinfo.read_text().split())
-    except OSError:
-        return False
 
 
 def step(job: str, *arguments: object) -> None:

@@ -37,6 +37,7 @@ from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.check_images import model_problems
+from pipeline.plan.host import SLOW_PRODUCTS, slow_products
 from pipeline.plan.models import not_causal, read_model
 from pipeline.plan.trial import Load, try_model, try_tokenizer
 from pipeline.run.faults import RunEnded, sentence
@@ -266,7 +267,9 @@ class Job(Generic[C]):
         checked = check_rows(train_groups, val_groups, encoder.of(config.model, data))
         if begin.saved:
             begin.notes += jumps(begin.saved.progress, {"model": (config.optim, resolved.steps)})
-        lines += [("note", note) for note in (*begin.notes, *tried, *checked.notes)]
+        slow = slow_products(config.model.dtype, config.fsdp, config.trainer.use_gpu)
+        processor = [f"{SLOW_PRODUCTS}fsdp.param_dtype=float32"] * slow
+        lines += [("note", note) for note in (*processor, *begin.notes, *tried, *checked.notes)]
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
             taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from pipeline.config import Config
+from pipeline.config.learner import FSDPConfig
 from pipeline.derived import scorers, uses_engines
 from pipeline.plan.gpus import GIB
 from pipeline.plan.memory import Memory, Models, estimate, shown
@@ -15,9 +16,28 @@ ENGINE = 1.8 * GIB
 """Bytes of an engine's process, in addition to weights and KV cache."""
 RAY = 2.5 * GIB
 """Bytes of Ray's own processes, the driver, and the actors of the other stages."""
+SLOW_PRODUCTS = (
+    "this processor has no instructions for bfloat16 (amx_bf16, avx512_bf16), so a step may take many times as long as "
+    "in float32; set "
+)
+"""Beginning of a warning; the setting that helps follows."""
 CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Files with the memory limit of a container: version 2 of cgroups, and version 1."""
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if this machine's processor has instructions for matrix products in bfloat16."""
+    try:
+        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpuinfo.read_text().split())
+    except OSError:
+        return False
+
+
+def slow_products(model_dtype: str, fsdp: FSDPConfig, use_gpu: bool) -> bool:
+    """Return True if a train worker on a processor like this one would compute in bfloat16 without instructions for
+    it."""
+    return not use_gpu and fsdp.compute_dtype(model_dtype, use_gpu) == "bfloat16" and not multiplies_bfloat16()
 
 
 def machine_memory() -> int:

@@ -19,6 +19,7 @@ from pipeline.derived import (
     weighs_itself,
 )
 from pipeline.plan.gpus import PER_NODE
+from pipeline.plan.host import SLOW_PRODUCTS, slow_products
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.without_effect import idle, unread
 from pipeline.replay import checks as replay
@@ -45,6 +46,7 @@ def notes(
             f"one engine gets up to {episodes:,} episodes at a time and runs {most:,} of them (agent.max_episodes), "
             "each in a process; the others wait; with a lower rollout.chunks_in_flight, other engines would get them"
         )
+    yield from sentences(config, _processor(config))
     yield from sentences(config, _algorithm(config))
     yield from sentences(config, _groups(config))
     if config.algorithm.max_staleness:
@@ -52,6 +54,16 @@ def notes(
     yield from sentences(config, idle(config, iterations))
     if found := list(unread(config)):
         yield f"set, but not read in this run: {', '.join(found)}"
+
+
+def _processor(config: Config) -> dict[str, object]:
+    learners = {"actor": config.actor.fsdp} | ({"critic": config.critic.fsdp} if uses_critic(config) else {})
+    return {
+        f"{{model.dtype}} and {{{name}.fsdp.param_dtype}}: {SLOW_PRODUCTS}{name}.fsdp.param_dtype=float32": (
+            slow_products(config.model.dtype, fsdp, config.trainer.use_gpu)
+        )
+        for name, fsdp in learners.items()
+    }
 
 
 def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, object]:

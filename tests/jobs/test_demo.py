@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from jobs import demo
-from jobs.demo import SFT, TASKS, Demo, main, multiplies_bfloat16
+from jobs.demo import SFT, TASKS, Demo, main
 from jobs.prepare.__main__ import DATASETS, Parser
 from pipeline.config import load, load_config
 from pipeline.config.supervised import SFTConfig
+from pipeline.plan.host import multiplies_bfloat16
 from tests.recordings import record
 from tests.track.run_folders import write_run
 

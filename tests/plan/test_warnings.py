@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline.config import Config
+from pipeline.plan import host
 from pipeline.plan.plan import plan
 from pipeline.plan.warnings import largest_gain, notes
 from tests.plan import test_checks
@@ -39,6 +40,12 @@ ALONE = (
 
 def good(*overrides: str) -> Config:
     return test_checks.good("rollout.dtype=float32", *overrides)
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch):
+    """A processor with instructions for bfloat16, whatever this one has."""
+    monkeypatch.setattr(host, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,24 @@ def test_what_is_probably_not_meant_is_noted(overrides, keys, named):
 def test_settings_that_nothing_reads_are_listed(overrides, unread):
     found = [note for note in plan(good(*overrides.split())).notes if note.startswith(UNREAD)]
     assert len(found) == 1 and found[0].removeprefix(UNREAD).startswith(unread)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("actor.fsdp.param_dtype=bfloat16 rollout.dtype=bfloat16", "model.dtype actor.fsdp.param_dtype"),
+        (
+            "algorithm.adv_estimator=gae model.dtype=bfloat16 rollout.dtype=bfloat16",
+            "model.dtype actor.fsdp.param_dtype | model.dtype critic.fsdp.param_dtype",
+        ),
+        (f"{ON_GPUS} model.dtype=bfloat16", ""),
+    ],
+)
+def test_a_processor_that_is_slow_in_bfloat16(overrides, keys, named, monkeypatch):
+    monkeypatch.setattr(host, "multiplies_bfloat16", lambda: False)
+    found = [note for note in plan(good(*overrides.split())).notes if "avx512_bf16" in note]
+    for note, its_keys in zip(found, keys.split(" | ") if keys else [], strict=True):
+        named(note, its_keys)
 
 
 def test_an_estimator_of_turns_fits_episodes():
