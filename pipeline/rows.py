@@ -79,7 +79,7 @@ engine_prompt_ids | ints | prompts | rollout | `prompt_ids` with one placeholder
 
 
 def images_once(table: pa.Table) -> pa.Table:
-    """Return `table` with null for images that are those of the first row of the group.
+    """Return `table` with null for images that the first row of the group has, too.
 
     Rows of a group (`uid`) must be neighbours. A table without the columns `IMAGES` is returned as it is.
     """

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.bounds import setting
-from pipeline.config.engines import FACTS, EngineFacts
+from pipeline.config.engines import FACTS, SGLANG_PYTHON, EngineFacts
 
 
 @dataclass
@@ -136,6 +136,11 @@ class RolloutConfig:
     def facts(self) -> EngineFacts:
         """Abilities of the engine."""
         return FACTS[self.name]
+
+    @property
+    def sglang_python(self) -> str:
+        """Interpreter of SGLang's environment; a relative path is relative to the folder of the command."""
+        return self.engine_python or SGLANG_PYTHON
 
     @property
     def gpus(self) -> float:

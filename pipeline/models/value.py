@@ -30,7 +30,7 @@ class ValueModel(nn.Module):
     """A `transformers` decoder with a value head.
 
     Args:
-        lm: model with a decoder (`get_decoder()`), of which nothing else is kept but the tower of `image_reader`.
+        lm: model with a decoder (`get_decoder()`). Nothing else of it is kept, except the tower for images.
         image_reader: reads the images of prompts with the tower of `lm`; None for text.
 
     Raises ValueError if the model has no separate decoder, or still draws random numbers in training mode after dropout

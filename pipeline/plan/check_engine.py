@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.config.engines import FACTS, SGLANG_PYTHON
+from pipeline.config.engines import FACTS
 from pipeline.derived import uses_images
 from pipeline.errors import nearest
 from pipeline.plan.engine_arguments import engine_arguments
@@ -57,7 +57,7 @@ def problems(config: Config) -> Iterator[str]:
 def _sglang(config: Config) -> Iterator[str]:
     """Yield sentences on SGLang's environment, and on its deterministic mode."""
     rollout = config.rollout
-    python = rollout.engine_python or SGLANG_PYTHON
+    python = rollout.sglang_python
     problem = environment_problem(python)
     table: dict[str, object] = {
         "rollout.engine_kwargs.enable_deterministic_inference=true is a mode of SGLang's kernels for GPUs; leave it "

@@ -250,5 +250,5 @@ def test_a_process_sends_images(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_no_base64() -> None:
-    with pytest.raises(ValueError, match="an image of an observation is no base64"):
+    with pytest.raises(ValueError, match="an image of an observation is not in base64"):
         decoded(["é?"])

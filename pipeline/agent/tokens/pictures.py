@@ -1,4 +1,4 @@
-"""The images of an episode: those of its prompt, and those that observations show."""
+"""The images of an episode, in its prompt and in observations."""
 
 import base64
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ class Pictures:
 
 
 def decoded(images: Sequence[str]) -> list[bytes]:
-    """Return encoded images from their texts in base64. Raises ValueError if a text is no base64."""
+    """Return encoded images from their texts in base64. Raises ValueError for other texts."""
     try:
         return [base64.b64decode(image, validate=True) for image in images]
     except ValueError as error:
-        raise ValueError(f"an image of an observation is no base64 ({error}); give the bytes of a file") from error
+        raise ValueError(f"an image of an observation is not in base64 ({error}); give the bytes of a file") from error

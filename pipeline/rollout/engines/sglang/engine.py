@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config.engines import SGLANG_PYTHON
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.errors import EngineDead, FinalError
@@ -220,7 +219,7 @@ class SGLang:
 
 def python(rollout: RolloutConfig) -> str:
     """Return the interpreter of SGLang's environment. Raises ValueError if it is not on this machine."""
-    path = rollout.engine_python or SGLANG_PYTHON
+    path = rollout.sglang_python
     if not os.access(path, os.X_OK):
         raise ValueError(
             f"rollout.engine_python={path} is not on the machine {socket.gethostname()}; make the environment there "
