@@ -23,9 +23,8 @@ SIDE, CELL = 56, 28
 """Side of a picture and of one of its 4 cells, in pixels. A cell has one block or none."""
 COUNT, COLOUR = "How many blocks are there?", "What colour is the shape?"
 ANSWERS = {COUNT: ["1", "2", "3", "4"], COLOUR: list(COLOURS)}
-IMAGES = pa.field("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
-PROMPTS = parquet.prompt_schema([("ground_truth", pa.string())], []).append(IMAGES)
-SFT = parquet.SFT.append(IMAGES)
+PROMPTS = parquet.prompt_schema([("ground_truth", pa.string())], []).append(parquet.IMAGES)
+SFT = parquet.SFT.append(parquet.IMAGES)
 OPTIONS = (
     ("train", 4000, "training prompts", 1),
     ("test", 400, "test prompts", 1),

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 ROW_GROUP = 4096
 """Number of rows per row group, which is held in memory. The prompt source of a run shuffles row groups."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+IMAGES = pa.field("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
+"""Column of encoded images, in the format of verl's files."""
 SFT = pa.schema([("messages", MESSAGES)])
 MARK = {b"written_by": b"slipstream prepare"}
 """Parquet metadata that marks a file as written here, so that it may be replaced."""

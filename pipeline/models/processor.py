@@ -35,6 +35,8 @@ PACKAGES = {"torchvision": "torchvision", "num2words": "num2words", "PIL": "pill
 """Modules that processors import, and the packages that have them."""
 MOST_PIXELS = 1 << 25
 """Maximum number of pixels of an encoded image; a small file can hold more than fit in memory."""
+MOST_EXPANSIONS = 10_000
+"""Maximum number of images whose tokens a `Vision` keeps."""
 CACHED_BYTES = 256 << 20
 """Maximum size of the pixels that a `Vision` keeps, in bytes."""
 
@@ -151,6 +153,9 @@ class Vision:
         # Processors have limits of their own, such as on the ratio of the sides.
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"an image cannot be processed: {short_reason(error)}") from error
+        if len(self._expansions) >= MOST_EXPANSIONS:
+            # The oldest; environments may show new images without end.
+            del self._expansions[next(iter(self._expansions))]
         self._expansions[name] = made["input_ids"][0].tolist()
         pixels = {key: value for key, value in made.items() if key in INPUTS}
         self._pixels[name] = pixels

@@ -28,6 +28,15 @@ def vision(folder):
     return load_vision(ModelConfig(path=str(folder), vision="frozen"))
 
 
+def test_the_tokens_of_images_without_end_take_no_more_memory(folder, monkeypatch):
+    vision = load_vision(ModelConfig(path=str(folder), vision="frozen"))
+    monkeypatch.setattr(processor, "MOST_EXPANSIONS", 3)
+    images = [picture(number, 60, 60) for number in range(100, 106)]
+    assert len({len(vision.expansion(image)) for image in images}) == 1
+    assert len(vision._expansions) == 3
+    assert vision.expansion(images[0]) == vision.expansion(images[-1])
+
+
 @pytest.mark.parametrize("tiles", [False, True])
 def test_expansions_are_those_of_the_whole_prompt(folder, tiles):
     """200 random prompts of up to three images, against one call of the model's processor on each whole text."""
