@@ -15,6 +15,8 @@ from pipeline.config.trainer import LOGGERS
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CACHE = "disable_mm_preprocessor_cache"
+_EXCLUDED = "actor_rollout_ref.model.exclude_modules"
+_TOWERS = ("visual", "vision", "vision_model", "vision_tower")
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
 _MOST_PROMPTS = 1 << 20
 _MOST_BATCHES = 100
@@ -47,22 +49,24 @@ def engine_name(state: State) -> None:
 
 
 def images(state: State) -> None:
-    """Convert a run whose script names the column of images, or freezes a vision tower, which verl trains by default.
+    """Convert a run whose script names the column of images, or freezes a vision tower.
 
-    The column has a default in verl, so other scripts do not say whether their rows have images.
+    verl trains the tower by default, without adapters. The column has a default in verl, so other scripts do not say
+    whether their rows have images.
     """
     column, frozen = state.given.get("data.image_key"), state.given.get(f"{_ACTOR}.freeze_vision_tower") is True
     if column is None and not frozen:
         return
     if column is not None:
         state.take("data.image_key", "data.image_key", column)
-    state.set("model.vision", "frozen" if frozen else "trained")
+    adapted = bool(state.get("model.lora.rank"))
+    state.set("model.vision", "frozen" if frozen or adapted else "trained")
+    excluded = state.given.get(_EXCLUDED)
+    if adapted and isinstance(excluded, str) and excluded.strip(".*") in _TOWERS:
+        state.leave(_EXCLUDED, "adapters are in the decoder only")
     # An argument of older versions of vLLM.
     state.values.get("rollout.engine_kwargs", {}).pop(_CACHE, None)
     state.leave(f"{_ROLLOUT}.engine_kwargs.vllm.{_CACHE}", "engines keep processed images by themselves")
-    if state.get("rollout.name") != "vllm":
-        state.drop("rollout.name")
-        state.leave(f"{_ROLLOUT}.name", "only vLLM reads images here", cannot=True)
 
 
 def adapters(state: State) -> None:
@@ -80,7 +84,8 @@ def adapters(state: State) -> None:
         state.drop(*(f"model.lora.{name}" for name in names.values()))
         return
     # Unless it merges, verl sends only the adapter to the engines.
-    alone = state.get("rollout.name") != "hf" and "policy" not in state.scorers
+    reads_images = state.get("model.vision") != "none"
+    alone = state.get("rollout.name") != "hf" and "policy" not in state.scorers and not reads_images
     merges = state.given.get(f"{section}.lora.merge") is True or not alone
     state.set("model.lora.weight_sync", "merged" if merges else "adapter")
 

@@ -174,7 +174,9 @@ R.name=sglang -> rollout.name=null
 data.image_key=images -> model.vision=trained
 data.image_key=pictures A.freeze_vision_tower=True -> model.vision=frozen data.image_key=pictures
 data.image_key=null A.freeze_vision_tower=False -> model.vision=null data.image_key=null
-data.image_key=images R.name=hf -> model.vision=trained rollout.name=null
+data.image_key=images R.name=hf -> model.vision=trained rollout.name=hf
+data.image_key=images R.name=sglang -> model.vision=trained rollout.name=null
+data.image_key=images actor_rollout_ref.model.lora_rank=8 -> model.vision=frozen model.lora.weight_sync=null
 data.image_key=images R.engine_kwargs.vllm.disable_mm_preprocessor_cache=True -> rollout.engine_kwargs={}
 actor_rollout_ref.model.lora_rank=8 R.name=vllm -> model.lora.weight_sync=adapter
 actor_rollout_ref.model.lora_rank=8 R.name=hf -> model.lora.weight_sync=null rollout.name=hf
