@@ -37,11 +37,11 @@ help: ## this list
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh requirements/torchvision_without_cuda.py pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
 
-SGLANG_STAMP := .venv-sglang/.installed-sglang-cpu
-$(SGLANG_STAMP): requirements/sglang-cpu.lock requirements/install.sh requirements/torchvision_without_cuda.py requirements/sgl_kernel/__init__.py
-	@requirements/install.sh sglang-cpu .venv-sglang $(or $(PYTHON),python3.11)
+SGLANG_STAMP := .venv-sglang/.installed-sglang-$(ACCELERATOR)
+$(SGLANG_STAMP): requirements/sglang-$(ACCELERATOR).lock requirements/install.sh requirements/torchvision_without_cuda.py requirements/sgl_kernel/__init__.py
+	@requirements/install.sh sglang-$(ACCELERATOR) .venv-sglang $(or $(PYTHON),python3.11)
 
-sglang-env: $(SGLANG_STAMP) ## install SGLang's server into .venv-sglang, for rollout.name=sglang on CPUs
+sglang-env: $(SGLANG_STAMP) ## install SGLang's server into .venv-sglang, for rollout.name=sglang
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 

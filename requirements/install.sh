@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fill a virtual environment with the tested set and Slipstream: install.sh ACCELERATOR VENV [PYTHON]
 # Slipstream is the wheel beside this script if there is one (`make wheel` puts them together), else this checkout.
-# With sglang-cpu it fills the environment of SGLang's server instead.
+# With sglang-cpu or sglang-gpu it fills the environment of SGLang's server instead.
 # A finished install leaves VENV/.installed-ACCELERATOR; whatever lacks it, or was made for the other kind of machine, is
 # made anew, so that an interrupted install cannot leave half a package behind.
 set -euo pipefail
@@ -62,9 +62,11 @@ if ! "$venv/bin/python" -P -c 'import torchvision' 2>/dev/null; then
     echo 'import torchvision_without_cuda' >"$site/torchvision_without_cuda.pth"
     "$venv/bin/python" -P -c 'import torchvision'
 fi
-if [ "$accelerator" = sglang-cpu ]; then
+if [[ "$accelerator" = sglang-* ]]; then
     # SGLang's server needs none of Slipstream's packages, and on CPUs a stand-in for its kernels.
-    cp -r "$here/sgl_kernel" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
+    if [ "$accelerator" = sglang-cpu ]; then
+        cp -r "$here/sgl_kernel" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
+    fi
     touch "$stamp"
     say "done; the runs of this folder find it, others by rollout.engine_python=$(cd "$venv" && pwd)/bin/python"
     exit
