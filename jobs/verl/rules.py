@@ -64,6 +64,9 @@ def images(state: State) -> None:
     excluded = state.given.get(_EXCLUDED)
     if adapted and isinstance(excluded, str) and excluded.strip(".*") in _TOWERS:
         state.leave(_EXCLUDED, "adapters are in the decoder only")
+    elif adapted:
+        name = "actor_rollout_ref.model.target_modules"
+        state.leave(name, "only the decoder has adapters here, and the vision tower has none")
     # An argument of older versions of vLLM.
     state.values.get("rollout.engine_kwargs", {}).pop(_CACHE, None)
     state.leave(f"{_ROLLOUT}.engine_kwargs.vllm.{_CACHE}", "engines keep processed images by themselves")

@@ -18,7 +18,7 @@ from pipeline.agent.inside.forms import as_recorded, call_id, for_template, reco
 from pipeline.agent.inside.interface import EpisodeOver
 from pipeline.agent.tokens.chat_format import TOKEN, ChatFormat
 from pipeline.agent.tokens.context import Answer, Context
-from pipeline.agent.tokens.pictures import Pictures
+from pipeline.agent.tokens.pictures import Pictures, Source, written
 from pipeline.config.agent import AgentConfig
 from pipeline.conversations import begun_answer
 from pipeline.generation import Generation, PromptImages
@@ -93,14 +93,14 @@ class Conversation:
         self._busy_since = 0.0
 
     def begin(
-        self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None, images: Sequence[bytes] = ()
+        self, messages: list[dict[str, Any]], chat_format: ChatFormat | None = None, sources: Sequence[Source] = ()
     ) -> Context:
         """Begin a context with `messages` as its prompt.
 
         Args:
             messages: the messages of the prompt.
             chat_format: None takes the chat format of the engine.
-            images: encoded images, for which `<image>` stands in the messages.
+            sources: the same messages with their images; empty if there are none.
 
         Raises:
             EpisodeFailed: the episode has `agent.max_contexts` contexts already; the prompt is too long, ends with an
@@ -127,10 +127,11 @@ class Conversation:
         many = len(messages) > chat_format.max_prompt_length
         length = f"{len(messages):,} messages" if many else f"{characters(messages):,} characters"
         fits = self._may_fit(messages, chat_format.max_prompt_length)
-        ids, sent = list[int](), list[int]()
+        ids, sent, images = list[int](), list[int](), list[bytes]()
         if fits:
             try:
-                sent = chat_format.bridge.prompt(self._written(messages, images), chat_format.tools or None)
+                shown, images = self._written(messages, sources)
+                sent = chat_format.bridge.prompt(shown, chat_format.tools or None)
                 ids = self._expanded(sent, images)
             except ValueError as error:
                 raise EpisodeFailed(str(error)) from error
@@ -156,14 +157,27 @@ class Conversation:
         return self.contexts[-1]
 
     def _written(
-        self, messages: list[dict[str, Any]], images: Sequence[bytes], context: Context | None = None
-    ) -> list[dict[str, Any]]:
-        """Return messages with `images` as the chat template reads them; `context` has the images before them."""
-        if not images:
-            return messages
+        self, messages: list[dict[str, Any]], sources: Sequence[Source]
+    ) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Return messages as the chat template reads them, and their images."""
+        if not any(images for _, images in sources):
+            return messages, []
         if self.pictures is None:
             raise ValueError("the episode shows images, but model.vision=none; set model.vision=frozen or trained")
-        return self.pictures.written(messages, images, sum(map(len, context.images)) if context else 0)
+        return written(sources)
+
+    async def prepare(self, context: Context | None, images: Sequence[bytes]) -> None:
+        """Read images that a context, or a new one, is about to show. Raises EpisodeFailed if one cannot be read, or
+        there are too many."""
+        if self.pictures is not None and images:
+            try:
+                await self.pictures.prepare(context.images if context else (), images)
+            except ValueError as error:
+                raise EpisodeFailed(str(error)) from error
+
+    def wrote_placeholder(self, context: Context) -> bool:
+        """Return True if the last turn has the placeholder of images, which no engine could read as text again."""
+        return self.pictures is not None and self.pictures.was_sampled(context.answer)
 
     def _expanded(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
         """Return tokens with the features of `images` in place of their placeholders."""
@@ -212,24 +226,23 @@ class Conversation:
         if not self._answering:
             self.engine_s += time.monotonic() - self._busy_since
 
-    def observe(self, context: Context, messages: list[dict[str, Any]], images: Sequence[bytes] = ()) -> Context | None:
+    def observe(
+        self, context: Context, messages: list[dict[str, Any]], sources: Sequence[Source] = ()
+    ) -> Context | None:
         """Append observations after the last turn of a context.
 
         Args:
             context: the context.
             messages: the observations.
-            images: encoded images, for which `<image>` stands in the messages. Such messages are never cut.
+            sources: the same messages with their images; empty if there are none. Messages with images are never cut.
 
         Returns:
             The context to go on with: this one, or with `agent.context=rerender` a new one if the chat template renders
             earlier turns differently from how they were sampled. None if no further turn would fit.
 
         Raises:
-            EpisodeFailed: the chat template cannot continue with the messages, an image cannot be read, or the policy
-                wrote the placeholder of images.
+            EpisodeFailed: the chat template cannot continue with the messages, or their images cannot be shown.
         """
-        if self.pictures is not None and self.pictures.was_sampled(context.answer):
-            raise EpisodeFailed("the policy wrote the placeholder of images, which no engine could read as text again")
         chat_format, bridge = context.chat_format, context.chat_format.bridge
         heard = [*context.heard, *(compared(message) for message in messages)]
         # A new sequence may leave out parts that take room in this one.
@@ -240,14 +253,21 @@ class Conversation:
         begun = [message | {"content": message["content"][:most]} for message in messages]
         if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
-        uncut, messages = messages, messages if images else [self.cut(message) for message in messages]
+        try:
+            shown, images = self._written(messages, sources)
+        except ValueError as error:
+            raise EpisodeFailed(str(error)) from error
+        pictured = [isinstance(message["content"], list) for message in shown]
+        uncut = messages
+        messages = [one if whole else self.cut(one) for one, whole in zip(messages, pictured, strict=True)]
+        shown = [one if whole else cut for one, cut, whole in zip(shown, messages, pictured, strict=True)]
         self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))
         whole = [*context.messages, *messages]
         if not self._may_fit(messages, room):
             context.messages, context.heard = whole, heard
             return None
         try:
-            sent = bridge.after(context.answer, self._written(messages, images, context), context.calls)
+            sent = bridge.after(context.answer, shown, context.calls)
             ids = self._expanded(sent, images)
             if self.config.context == "rerender":
                 shown = bridge.prompt([for_template(message) for message in whole], chat_format.tools or None)

@@ -19,8 +19,13 @@ class EpisodeProcess(Protocol):
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """Send the environment a message of the policy and return the observation."""
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
-        """Call a tool and return its result: text, or a `ToolResult` whose images are in base64."""
+    async def call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float, images: bool = False
+    ) -> str | ToolResult:
+        """Call a tool and return its result: text, or a `ToolResult` whose images are in base64.
+
+        With `images` false, a result that has a text without images is this text.
+        """
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """Run the program of the episode and return its result."""

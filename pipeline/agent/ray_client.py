@@ -160,9 +160,11 @@ class RemoteSession:
         """See `Session.step`."""
         return await self._ask("step", timeout_s, message, timeout_s)
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
+    async def call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float, images: bool = False
+    ) -> str | ToolResult:
         """See `Session.call`."""
-        return await self._ask("call", timeout_s, name, arguments, timeout_s)
+        return await self._ask("call", timeout_s, name, arguments, timeout_s, images)
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:
         """See `Session.run`."""

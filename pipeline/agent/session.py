@@ -101,8 +101,12 @@ class Session:
         reply.pop("id")
         return self._checked(lambda: Observation(**checked(Observation(**reply), "step")))
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str | ToolResult:
+    async def call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float, images: bool = False
+    ) -> str | ToolResult:
         """Call a tool and return its result: text, or a `ToolResult` whose images are in base64.
+
+        With `images` false, a result that has a text without images is this text.
 
         Raises:
             PolicyMistake: the tool does not exist, the arguments do not fit, or the tool raised `ToolError`.
@@ -115,13 +119,13 @@ class Session:
         if problem is not None:
             raise PolicyMistake(problem)
         arguments = whole(self._schemas[name]["function"].get("parameters"), arguments)
-        reply = await self._ask("call", f"tool {name}", timeout_s, name=name, arguments=arguments)
+        reply = await self._ask("call", f"tool {name}", timeout_s, name=name, arguments=arguments, images=images)
         if "mistake" in reply:
             raise PolicyMistake(str(reply["mistake"]))
         text = str(reply.get("text"))
         if not reply.get("images"):
             return text
-        made = ToolResult(text, reply["images"], reply.get("plain"))
+        made = ToolResult(text, reply["images"])
         return ToolResult(**self._checked(lambda: checked_tool(made, f"tool {name}")))
 
     async def run(self, row: dict[str, Any], chat: ChatHandler) -> ProgramResult:

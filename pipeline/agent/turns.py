@@ -16,7 +16,7 @@ from pipeline.agent.inside.checks import MAX_PARTS
 from pipeline.agent.inside.interface import Call, Message, ToolResult
 from pipeline.agent.player import EpisodeProcess
 from pipeline.agent.tokens.context import Answer
-from pipeline.agent.tokens.pictures import decoded
+from pipeline.agent.tokens.pictures import Source, decoded
 from pipeline.config.agent import AgentConfig
 
 
@@ -26,12 +26,12 @@ class Reply:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The messages that the model reads next."""
+    sources: Sequence[Source] = ()
+    """The same messages with their images; empty if there are none."""
     ended: str = ""
     """How the episode ended, as in the column `ended`; "" if it goes on."""
     reward: float | None = None
     """Reward of the turn; None if there is none."""
-    images: list[bytes] = field(default_factory=list)
-    """Encoded images in the messages."""
     trains: bool = True
     """False to leave the tokens of the turn out of the loss."""
 
@@ -58,14 +58,15 @@ class TurnsPlayer:
         """Take turns until the episode ends; see `Player.play`."""
         conversation.calls.update(dict.fromkeys(self._tools, 0))
         first: Any = []
-        images = list(conversation.pictures.prompt if conversation.pictures else ())
+        opened: list[bytes] = []
         if self._process is not None:
-            first = self._process.opened or []
-            images += _images(self._process.opened_images)
+            first, opened = self._process.opened or [], _images(self._process.opened_images)
         if isinstance(first, str):
             # Many templates write a message of role `tool` only after a call.
             first = [{"role": "user", "content": first}]
-        context = conversation.begin([*row["prompt"], *first], images=images)
+        own = list(conversation.pictures.prompt if conversation.pictures else ())
+        await conversation.prepare(None, [*own, *opened])
+        context = conversation.begin([*row["prompt"], *first], sources=[(row["prompt"], own), (first, opened)])
         self.messages = context.messages
         while True:
             answer = await conversation.answer(context)
@@ -73,7 +74,12 @@ class TurnsPlayer:
             reply = await self._reply(conversation, answer, last)
             context.set_reward(reply.reward, reply.trains)
             ended = reply.ended or ("length" if answer.full else "turns" if last else "")
-            following = None if ended else conversation.observe(context, reply.messages, reply.images)
+            if not ended and conversation.wrote_placeholder(context):
+                conversation.mistakes["malformed"] += 1
+                ended = "malformed"
+            if not ended:
+                await conversation.prepare(context, [image for _, images in reply.sources for image in images])
+            following = None if ended else conversation.observe(context, reply.messages, reply.sources)
             if following is None:
                 # The last reply is for readers of the record; the policy does not read it.
                 unread = [conversation.cut(message) for message in reply.messages] if ended else []
@@ -113,9 +119,8 @@ class TurnsPlayer:
         if message.calls:
             if last:
                 return Reply()
-            shown = list[bytes]()
-            messages = [await self._call(conversation, call, i, shown) for i, call in enumerate(message.calls)]
-            return Reply(messages, images=shown)
+            sources = [await self._call(conversation, call, i) for i, call in enumerate(message.calls)]
+            return Reply([message for messages, _ in sources for message in messages], sources)
         if not self._environment:
             return Reply(ended="length" if message.truncated else "stop")
         return await self._step(message)
@@ -131,23 +136,16 @@ class TurnsPlayer:
             content = [{"role": self._config.observation_role, "content": content}]
         if not content and not observation.done:
             raise EpisodeFailed("`step` returned an observation without content that does not end the episode")
-        images = _images(observation.images)
-        return Reply(content or [], "done" if observation.done else "", observation.reward, images)
+        sources = [(content or [], _images(observation.images))]
+        return Reply(content or [], sources, "done" if observation.done else "", observation.reward)
 
-    async def _call(self, conversation: Conversation, call: Call, number: int, shown: list[bytes]) -> dict[str, Any]:
-        """Make the tool call `number` (from 0) of a turn; returns the tool's message.
-
-        Its images are added to `shown`.
-        """
-        text = await self._result(conversation, call, number)
-        if isinstance(text, ToolResult):
-            found = _images(text.images)
-            if conversation.pictures is None and text.plain is not None:
-                text = text.plain
-            else:
-                shown += found
-                text = text.text
-        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+    async def _call(self, conversation: Conversation, call: Call, number: int) -> Source:
+        """Make the tool call `number` (from 0) of a turn; returns the tool's message with its images."""
+        found = await self._result(conversation, call, number)
+        if isinstance(found, str):
+            found = ToolResult(found)
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": found.text}
+        return [message], _images(found.images)
 
     async def _result(self, conversation: Conversation, call: Call, number: int) -> str | ToolResult:
         if number >= self._config.max_parallel_calls:
@@ -159,7 +157,9 @@ class TurnsPlayer:
         seconds = self._tools[call.name] or self._config.step_timeout_s
         assert self._process is not None
         try:
-            return await self._process.call(call.name, call.arguments, seconds)
+            # Without images, a tool may have words in their place.
+            plain = () if conversation.pictures is None else (True,)
+            return await self._process.call(call.name, call.arguments, seconds, *plain)
         except PolicyMistake as mistake:
             conversation.mistakes["tool_errors"] += 1
             return f"Error: {mistake}"

@@ -30,7 +30,7 @@ class TokenBatch:
     context_offsets: np.ndarray
     """[R + 1] int64, number of each row's first context, and C at the end."""
     images: np.ndarray | None = field(default=None, kw_only=True)
-    """[R] object, tuple of the encoded images of each row's prompt; None without a column `images`."""
+    """[R] object, tuple of the encoded images of each row, in prompt and response; None without a column `images`."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
@@ -41,7 +41,7 @@ class TokenBatch:
         made = TokenBatch(*unfold(table))
         if "images" in table.column_names:
             if not made.are_contexts:
-                raise ValueError("rows with images have several contexts; episodes cannot have images")
+                raise ValueError("rows with images have several contexts, and may have one")
             shown = (tuple(images or ()) for images in table["images"].to_pylist())
             made.images = np.fromiter(shown, dtype=object, count=len(table))
         return made

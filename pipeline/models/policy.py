@@ -231,8 +231,10 @@ def load_lm(
     lm, report = load_pretrained(getattr(transformers, policy_class(config)), config, key, mesh, longest)
     missing = set(report["missing_keys"])
     if not with_head:
-        decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
-        missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
+        # A vision tower is needed, and stands outside of the decoder.
+        needed = [lm.get_decoder(), *(lm.base_model.children() if config.vision != "none" else ())]
+        kept = {id(parameter) for part in needed for parameter in part.parameters()}
+        missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in kept}
     check_complete(missing, config, key, report["unexpected_keys"])
     inject(lm, config.lora, key)
     return lm

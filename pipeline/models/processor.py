@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -35,6 +36,10 @@ PACKAGES = {"torchvision": "torchvision", "num2words": "num2words", "PIL": "pill
 """Modules that processors import, and the packages that have them."""
 MOST_PIXELS = 1 << 25
 """Maximum number of pixels of an encoded image; a small file can hold more than fit in memory."""
+MOST_IMAGES = 64
+"""Maximum number of images of a prompt, or of an episode."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats of images that are read. Others may start programs, as EPS does."""
 MOST_EXPANSIONS = 10_000
 """Maximum number of images whose tokens a `Vision` keeps."""
 CACHED_BYTES = 256 << 20
@@ -44,14 +49,17 @@ CACHED_BYTES = 256 << 20
 class Vision:
     """The processor of a model, with the settings of a run."""
 
-    def __init__(self, processor: Any, size: Mapping[str, int] | None = None) -> None:
+    def __init__(self, processor: Any, size: Mapping[str, int] | None = None, kept_bytes: int | None = None) -> None:
         """Store the processor.
 
         Args:
             processor: processor of `transformers` for images and text.
             size: entries of the image processor's `size` that replace its own.
+            kept_bytes: maximum size of the pixels that are kept, in bytes; None for `CACHED_BYTES`.
         """
         self.processor = processor
+        self._kept_bytes = kept_bytes
+        self._processing = threading.Lock()
         self.options: dict[str, Any] = {"size": {**processor.image_processor.to_dict()["size"], **size}} if size else {}
         """Arguments of each call of the processor, here and in an engine."""
         self._expansions: dict[bytes, list[int]] = {}
@@ -97,6 +105,8 @@ class Vision:
             ValueError: the number of placeholders is not the number of images, the features of two images stand next
                 to each other, or an image cannot be read.
         """
+        if len(images) > MOST_IMAGES:
+            raise ValueError(f"there are {len(images)} images in one sequence, and at most {MOST_IMAGES} are read")
         found = sum(token == self.placeholder for token in ids)
         if found != len(images):
             raise ValueError(
@@ -122,17 +132,22 @@ class Vision:
     def expansion(self, image: bytes) -> list[int]:
         """Return the tokens that stand for an encoded image in a prompt. Raises ValueError if it cannot be read."""
         name = self.hash(image)
-        if name not in self._expansions:
-            self._process(name, image)
-        return self._expansions[name]
+        # Known images wait for nobody.
+        if (found := self._expansions.get(name)) is not None:
+            return found
+        with self._processing:
+            if name not in self._expansions:
+                self._process(name, image)
+            return self._expansions[name]
 
     def pixels(self, image: bytes) -> dict[str, "Tensor"]:
         """Return the input of the model's tower for an encoded image. Raises ValueError if it cannot be read."""
         name = self.hash(image)
-        if name not in self._pixels:
-            return self._process(name, image)
-        self._pixels.move_to_end(name)
-        return self._pixels[name]
+        with self._processing:
+            if name not in self._pixels:
+                return self._process(name, image)
+            self._pixels.move_to_end(name)
+            return self._pixels[name]
 
     def describe(self, image: bytes) -> str:
         """Return the size of an encoded image and its number of tokens as text. Raises ValueError if it cannot be
@@ -158,9 +173,9 @@ class Vision:
             del self._expansions[next(iter(self._expansions))]
         self._expansions[name] = made["input_ids"][0].tolist()
         pixels = {key: value for key, value in made.items() if key in INPUTS}
+        self._bytes += _size(pixels) - _size(self._pixels.pop(name, {}))
         self._pixels[name] = pixels
-        self._bytes += _size(pixels)
-        while self._bytes > CACHED_BYTES:
+        while self._bytes > (CACHED_BYTES if self._kept_bytes is None else self._kept_bytes):
             self._bytes -= _size(self._pixels.popitem(last=False)[1])
         return pixels
 
@@ -188,7 +203,7 @@ def decode(image: bytes) -> "Image":
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        opened = Image.open(io.BytesIO(image))
+        opened = Image.open(io.BytesIO(image), formats=FORMATS)
         width, height = opened.size
         if width * height <= MOST_PIXELS:
             opened.load()
@@ -219,8 +234,8 @@ def why_not(family: str) -> str | None:
     return f"{reason}; take a model of {', '.join(FAMILIES)}"
 
 
-def load_vision(model: ModelConfig) -> Vision:
-    """Load the processor of `model.path`.
+def load_vision(model: ModelConfig, kept_bytes: int | None = None) -> Vision:
+    """Load the processor of `model.path`. `kept_bytes` is as in `Vision`.
 
     Raises:
         ValueError: the family of the model cannot be trained on images, or the processor cannot be loaded.
@@ -247,4 +262,4 @@ def load_vision(model: ModelConfig) -> Vision:
             f"model.min_pixels and model.max_pixels do nothing with model.path={path} of the family {family}, which "
             "sizes images by their longest edge; leave them out, and change preprocessor_config.json"
         )
-    return Vision(processor, size)
+    return Vision(processor, size, kept_bytes)

@@ -159,6 +159,11 @@ class ImageReader:
         pixels = shown or self.vision.pixels(self.vision.blank)
         embeds = self.lm.get_input_embeddings()(input_ids)
         found, deep = self._features({name: values.to(input_ids.device) for name, values in pixels.items()})
+        if images is not None and shown and len(found) != len(images.index):
+            raise ValueError(
+                f"the vision tower of {self.lm.name_or_path} gives {len(found)} features for images whose prompts have "
+                f"{len(images.index)} placeholders; take a model whose towers are those of model.path"
+            )
         if images is None or not shown:
             nothing = 0 * torch.stack([part.sum() for part in (found, *deep)]).sum()
             return {"inputs_embeds": embeds + nothing.to(embeds.dtype)}

@@ -27,9 +27,9 @@ LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if this machine's processor has instructions for matrix products in bfloat16."""
+    """Return True if this machine's processor has instructions for matrix products in bfloat16 (x86 or ARM)."""
     try:
-        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpuinfo.read_text().split())
+        return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(cpuinfo.read_text().split())
     except OSError:
         return False
 

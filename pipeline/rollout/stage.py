@@ -119,7 +119,7 @@ class Rollout:
         self._episodes: Episodes | None = None
         if agent.used:
             run = self.engine, trainer.seed, rollout.seed_per_request
-            vision = load_vision(model) if model.vision != "none" else None
+            vision = load_vision(model, kept_bytes=0) if model.vision != "none" else None
             self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends, vision)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake meanwhile.

@@ -160,10 +160,27 @@ def test_an_observation_with_an_image_is_not_cut(vision: Vision) -> None:
 
 
 def test_a_policy_that_writes_the_placeholder_gets_no_further_turn(vision: Vision) -> None:
-    played, _ = play(vision, [Observation("go on")], answer=[70, vision.placeholder])
-    assert "wrote the placeholder of images" in (played.error or "")
+    """It keeps its rewards: an error would let it escape a bad one."""
+    played, policy = play(vision, [Observation("go on", reward=-1.0)], answer=[70, vision.placeholder])
+    assert (played.error, played.ended, played.score, len(policy.asked)) == (None, "malformed", -1.0, 1)
+    assert played.numbers["malformed"] == 1
     played, _ = play(vision, [Observation(done=True)], answer=[70, vision.placeholder])
-    assert played.error is None, "the last turn is read by nobody"
+    assert (played.error, played.ended) == (None, "done"), "the last turn is read by nobody"
+
+
+def test_marks_count_in_the_messages_that_have_images_and_others_stay_text(vision: Vision) -> None:
+    replies = [Observation("again <image>"), Observation("<image>", images=[TALL]), Observation(done=True)]
+    played, _ = play(vision, replies, [SMALL], "<image>", max_turns=5)
+    assert played.error is None and played.contexts[0].images == [SMALL, TALL]
+    played, _ = play(vision, [Observation("<image>", images=[TALL]), Observation(done=True)], prompt="plain <image>")
+    assert played.error is None and played.contexts[0].images == [TALL]
+
+
+def test_an_episode_shows_no_more_images_than_an_engine_reads(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.agent.tokens.pictures.MOST_IMAGES", 2)
+    played, _ = play(vision, [Observation("<image>", images=[TALL])] * 2, [SMALL], "<image>", max_turns=5)
+    assert "the episode shows 3 images, and at most 2 are read" in (played.error or "")
+    assert len(played.contexts[0].images) == 2
 
 
 def test_images_in_a_run_of_text(vision: Vision) -> None:
@@ -173,7 +190,8 @@ def test_images_in_a_run_of_text(vision: Vision) -> None:
     async def talk() -> None:
         context = conversation.begin([{"role": "user", "content": "Hello."}])
         await conversation.answer(context)
-        conversation.observe(context, [{"role": "user", "content": "<image>"}], [SMALL])
+        message = {"role": "user", "content": "<image>"}
+        conversation.observe(context, [message], [([message], [SMALL])])
 
     with pytest.raises(EpisodeFailed, match="the episode shows images, but model.vision=none"):
         asyncio.run(talk())
@@ -183,15 +201,16 @@ def test_a_tools_result_with_an_image(vision: Vision) -> None:
     shown: Any = [base64.b64encode(SMALL).decode()]
 
     class Tools(ToySession):
-        async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
-            return ToolResult("see <image>", shown, "see [no image]")
+        async def call(
+            self, name: str, arguments: dict[str, Any], timeout_s: float, images: bool = False
+        ) -> ToolResult | str:
+            return ToolResult("see <image>", shown) if images else "see [no image]"
 
     for pictures in (Pictures(vision, 1_000_000), None):
         made = chat_format(vision)
         conversation = Conversation(made, Policy(ANSWER), 1000, pictures=pictures)
         player = TurnsPlayer(made.config, Tools(), {"look": None}, environment=False)  # type: ignore[arg-type]
-        images: list[bytes] = []
-        message = asyncio.run(player._call(conversation, Call("1", "look", {}), 0, images))
+        (message,), images = asyncio.run(player._call(conversation, Call("1", "look", {}), 0))
         assert message["content"] == ("see <image>" if pictures else "see [no image]")
         assert images == ([SMALL] if pictures else [])
 
@@ -230,7 +249,7 @@ def test_a_process_sends_images(tmp_path: Path) -> None:
         assert (session.opened, decoded(session.opened_images)) == ("<image>", [SMALL])
         found = await session.step(Message("go"), 10)
         assert decoded(found.images) == [TALL, WIDE]  # type: ignore[arg-type]
-        shown = await session.call("look", {}, 10)
+        shown = await session.call("look", {}, 10, True)
         assert isinstance(shown, ToolResult) and (shown.text, shown.plain) == ("see <image>", None)
         assert decoded(shown.images) == [SMALL]  # type: ignore[arg-type]
         for text, words in (

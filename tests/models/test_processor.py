@@ -28,12 +28,30 @@ def vision(folder):
     return load_vision(ModelConfig(path=str(folder), vision="frozen"))
 
 
+def test_a_processor_that_keeps_no_pixels(folder):
+    vision = load_vision(ModelConfig(path=str(folder), vision="frozen"), kept_bytes=0)
+    first = vision.pixels(picture(1))
+    assert not vision._pixels and vision._bytes == 0
+    again = vision.pixels(picture(1))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+def test_formats_that_start_programs_are_not_read(vision):
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n{} loop\n%%EOF\n"
+    with pytest.raises(ValueError, match="cannot be decoded: it begins as no known format"):
+        vision.expansion(eps)
+
+
 def test_the_tokens_of_images_without_end_take_no_more_memory(folder, monkeypatch):
     vision = load_vision(ModelConfig(path=str(folder), vision="frozen"))
     monkeypatch.setattr(processor, "MOST_EXPANSIONS", 3)
     images = [picture(number, 60, 60) for number in range(100, 106)]
     assert len({len(vision.expansion(image)) for image in images}) == 1
     assert len(vision._expansions) == 3
+    for _ in range(3):
+        # Their pixels are still there, and count once.
+        assert [vision.expansion(image) for image in images]
+    assert vision._bytes == sum(map(processor._size, vision._pixels.values())) > 0
     assert vision.expansion(images[0]) == vision.expansion(images[-1])
 
 

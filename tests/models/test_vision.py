@@ -1,9 +1,12 @@
 """Images in the trainer's packed passes, against the model of transformers on one row after the other."""
 
+import shutil
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.models import lora
@@ -311,6 +314,17 @@ def test_a_critic_reads_the_same_images(folder, policy, vision):
             assert found is None
         else:
             assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-6, name
+
+
+def test_a_critic_without_weights_of_its_tower_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "critic")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "patch_embed" not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, tmp_path / "critic/model.safetensors", {"format": "pt"})
+    config = ModelConfig(path=str(folder), vision="frozen")
+    with pytest.raises(ValueError, match="critic.path=.* lacks [12] weights, the first .*patch_embed"):
+        load_value_model(config, str(tmp_path / "critic"))
 
 
 def test_placeholders_that_do_not_fit_to_the_images(policy):

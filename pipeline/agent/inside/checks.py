@@ -86,11 +86,9 @@ def checked_tool(result: ToolResult, name: str) -> dict[str, Any]:
     Raises:
         ValueError: a field has a wrong type, or the images are too large.
     """
-    texts = [result.text] if result.plain is None else [result.text, result.plain]
-    if not all(isinstance(text, str) for text in texts):
+    if not isinstance(result.text, str):
         raise ValueError(f"{name} returned a ToolResult with {shown(result.text)}; expected a text")
-    fields = {"text": cut(result.text, MAX_TEXT), "images": checked_images(result.images, name)}
-    return fields if result.plain is None else {**fields, "plain": cut(result.plain, MAX_TEXT)}
+    return {"text": cut(result.text, MAX_TEXT), "images": checked_images(result.images, name)}
 
 
 def checked_images(images: Any, name: str) -> list[str]:

@@ -26,7 +26,7 @@ their own (`agent.python`), with packages that conflict with the trainer's packa
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
+from typing import Any, Awaitable, Callable, Dict, List, Optional, Sequence, Union  # noqa: UP035 (Python 3.9)
 
 Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
 """The next input of the model: a text, which becomes one message of role `agent.observation_role` (`user` if `reset`
@@ -89,8 +89,8 @@ class ToolResult:
 
     text: str
     """Text that the model reads. Each `<image>` in it stands for the next image."""
-    images: List[bytes] = field(default_factory=list)  # noqa: UP006
-    """Encoded images (PNG, JPEG)."""
+    images: Sequence[Union[bytes, str]] = ()  # noqa: UP007
+    """Encoded images (PNG, JPEG), or their base64."""
     plain: Optional[str] = None  # noqa: UP045
     """Text in place of `text` in a run without `model.vision`. None makes the row an error there."""
 

@@ -14,7 +14,6 @@ The deadlines of the episode hold: after one has passed, the process is killed, 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import ctypes
 import json
@@ -145,7 +144,7 @@ class Server:
         images = [block for block in result.content if isinstance(block, mcp_types.ImageContent)]
         if not images:
             return text
-        return ToolResult(said(result, images=True), [base64.b64decode(block.data) for block in images], text)
+        return ToolResult(said(result, images=True), [block.data for block in images], text)
 
     def close(self) -> None:
         """End the connection, and the server process of a command."""

@@ -182,6 +182,8 @@ class Replies:
         if isinstance(result, str):
             return {"text": cut(result, MAX_TEXT)}
         if isinstance(result, ToolResult):
+            if not request.get("images") and isinstance(result.plain, str):
+                return {"text": cut(result.plain, MAX_TEXT)}
             return checked_tool(result, self._name(request))
         try:
             # Read back as the text of its JSON, without the header of the frame.

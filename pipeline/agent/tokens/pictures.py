@@ -1,5 +1,6 @@
 """The images of an episode, in its prompt and in observations."""
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,10 @@ from typing import Any
 from pipeline.agent.tokens.context import Context
 from pipeline.conversations import with_images
 from pipeline.generation import PromptImages
-from pipeline.models.processor import Vision
+from pipeline.models.processor import MOST_IMAGES, Vision
+
+Source = tuple[Sequence[dict[str, Any]], Sequence[bytes]]
+"""Messages, and the encoded images for which `<image>` stands in them; without images it is plain text."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +25,25 @@ class Pictures:
     prompt: Sequence[bytes] = ()
     """Encoded images of the row's prompt."""
 
-    def written(self, messages: list[dict[str, Any]], images: Sequence[bytes], before: int) -> list[dict[str, Any]]:
-        """Return messages in the form in which the chat template writes a placeholder for each image.
-
-        Args:
-            messages: messages with `<image>` in the place of each image.
-            images: the encoded images.
-            before: size of the episode's earlier images in bytes.
-
-        Raises:
-            ValueError: there are more or fewer marks than images, or the images are too large.
-        """
-        if (size := before + sum(map(len, images))) > self.most_bytes:
+    def check(self, before: Sequence[bytes], images: Sequence[bytes]) -> None:
+        """Raise ValueError if `images` after the images `before` are too many or too large."""
+        count, size = len(before) + len(images), sum(map(len, (*before, *images)))
+        if count > MOST_IMAGES:
+            raise ValueError(f"the episode shows {count} images, and at most {MOST_IMAGES} are read")
+        if size > self.most_bytes:
             raise ValueError(
                 f"the episode shows {size} bytes of images, more than data.max_image_bytes={self.most_bytes}; scale "
                 "them down, or raise data.max_image_bytes"
             )
-        return with_images(messages, len(images), "the messages of the episode")
+
+    async def prepare(self, before: Sequence[bytes], images: Sequence[bytes]) -> None:
+        """Compute the tokens of images, in a thread, so that other episodes go on.
+
+        Raises ValueError as `check` does, and for an image that cannot be read.
+        """
+        self.check(before, images)
+        for image in images:
+            await asyncio.to_thread(self.vision.expansion, image)
 
     def of(self, context: Context) -> PromptImages | None:
         """Return the images of a context as a request needs them; None for a context with text only."""
@@ -54,6 +60,19 @@ class Pictures:
     def was_sampled(self, ids: Sequence[int]) -> bool:
         """Return True if the placeholder of images is in a turn of the policy."""
         return self.vision.placeholder in ids
+
+
+def written(sources: Sequence[Source]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return all messages as a chat template reads them, with a part in place of each image, and all images.
+
+    Raises ValueError if the messages of a source have more or fewer marks than images.
+    """
+    messages: list[dict[str, Any]] = []
+    images: list[bytes] = []
+    for part, shown in sources:
+        messages += with_images(list(part), len(shown), "the messages of the episode")
+        images += shown
+    return messages, images
 
 
 def decoded(images: Sequence[str]) -> list[bytes]:

@@ -55,8 +55,9 @@ def test_the_tools_of_a_command(tmp_path: Path, monkeypatch: Any) -> None:
         assert await first.call("add", {"fruits": ["<é 😀>"]}, 30) == "fig\n<é 😀>"
         # Each episode has a server of its own.
         assert await second.call("add", {"fruits": []}, 30) == '{"result": []}'
-        shown = await second.call("picture", {}, 30)
-        assert (shown.text, shown.plain) == ("a pear\n<image>", "a pear\n[image/png: no text]")
+        assert await second.call("picture", {}, 30) == "a pear\n[image/png: no text]"
+        shown = await second.call("picture", {}, 30, True)
+        assert shown.text == "a pear\n<image>"
         assert decoded(shown.images) == [b"png"]
         variables = await second.call("variables", {}, 30)
         assert SECRET in variables and "MLFLOW_TRACKING_TOKEN" not in variables

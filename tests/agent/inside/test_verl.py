@@ -218,7 +218,7 @@ def test_a_tool_answers_with_images_before_its_text(tmp_path: Path) -> None:
 
     async def play(processes: Processes) -> None:
         session = await processes.open(ROW, 1, 30)
-        shown = await session.call("old", {}, 10)
+        shown = await session.call("old", {}, 10, True)
         assert isinstance(shown, ToolResult) and shown.text == "<image><image>two" and shown.plain is None
         first, second = decoded(shown.images)
         assert Image.open(io.BytesIO(first)).size == (8, 4) and second == b"bytes"

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.model import ModelConfig
 from pipeline.errors import FinalError
 from pipeline.generation import EngineRequest
-from pipeline.models.processor import decode, load_vision
+from pipeline.models.processor import MOST_IMAGES, decode, load_vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-MOST_IMAGES = 64
-"""Maximum number of images of a prompt."""
 
 
 def engine_args(model: ModelConfig) -> dict[str, Any]:
