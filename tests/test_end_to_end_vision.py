@@ -143,16 +143,22 @@ def test_episodes_whose_observations_are_pictures(tmp_path: Path, family: str, e
         assert run.records[iteration]["training/rollout_log_probs_diff_max"] < 1e-4
         rows = Recording(str(run.folder), str(iteration), episodes=True, images=True).rows(0, PROMPTS).to_pylist()
         for row in rows:
-            assert row["env_error"] is None and row["turns"] == 2
+            assert row["env_error"] is None
             own = given_images[row["prompt_index"]]
-            assert row["images"][: len(own)] == own and len(row["images"]) == len(own) + 3 == len(row["image_hash"])
+            # A policy of so few tokens writes the placeholder at times, which ends its episode.
+            further = 1 if row["ended"] == "malformed" else 3
+            assert row["images"][: len(own)] == own and len(row["images"]) == len(own) + further
+            assert len(row["image_hash"]) == len(row["images"])
+        assert sum(row["ended"] == "done" for row in rows) > len(rows) / 2
         assert len({tuple(row["images"]) for row in rows}) > PROMPTS, "samples of a group see pictures of their own"
     written = read_trajectories(str(run.folder), 1).to_pylist()
     assert all(row["images"] is not None for row in written if row["sample"] == 0)
+    chosen = next(row for row in written if row["ended"] == "done" and row["images"] is not None)
     page = io.StringIO()
     with contextlib.redirect_stdout(page):
-        assert show.main([str(run.folder), "--iteration", "1", "--uid", written[0]["uid"], "--sample", "1"]) == 0
-    assert page.getvalue().count("[image 60 x ") == 3
+        words = ("--iteration", "1", "--uid", chosen["uid"], "--sample", str(chosen["sample"]))
+        assert show.main([str(run.folder), *words]) == 0
+    assert page.getvalue().count("[image 60 x ") == len(chosen["images"])
 
 
 @pytest.mark.long
