@@ -25,8 +25,8 @@ class DataConfig:
     relative to the file. Each `<image>` in the prompt's text stands for the next one."""
 
     max_image_bytes: int = setting(1_000_000, at_least=1)
-    """Maximum size of the encoded images of a prompt together, or of an episode, in bytes. Each of the `rollout.n` samples
-    has a copy."""
+    """Maximum size of the encoded images of a prompt together, or of an episode, in bytes. Each of the `rollout.n`
+    samples has a copy."""
 
     train_batch_size: int = setting(1024, at_least=1)
     """Number of prompts per iteration. Each prompt is sampled `rollout.n` times."""

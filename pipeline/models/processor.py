@@ -132,7 +132,7 @@ class Vision:
     def expansion(self, image: bytes) -> list[int]:
         """Return the tokens that stand for an encoded image in a prompt. Raises ValueError if it cannot be read."""
         name = self.hash(image)
-        # Known images wait for nobody.
+        # Known images do not wait for the lock.
         if (found := self._expansions.get(name)) is not None:
             return found
         with self._processing:
