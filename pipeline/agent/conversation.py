@@ -167,8 +167,7 @@ class Conversation:
         return written(sources)
 
     async def prepare(self, context: Context | None, images: Sequence[bytes]) -> None:
-        """Read images that a context, or a new one, is about to show. Raises EpisodeFailed if one cannot be read, or
-        there are too many."""
+        """Read images that a context, or a new one, is about to show. Raises EpisodeFailed if that is not possible."""
         if self.pictures is not None and images:
             try:
                 await self.pictures.prepare(context.images if context else (), images)
@@ -258,8 +257,7 @@ class Conversation:
         except ValueError as error:
             raise EpisodeFailed(str(error)) from error
         pictured = [isinstance(message["content"], list) for message in shown]
-        uncut = messages
-        messages = [one if whole else self.cut(one) for one, whole in zip(messages, pictured, strict=True)]
+        uncut, messages = messages, [m if whole else self.cut(m) for m, whole in zip(messages, pictured, strict=True)]
         shown = [one if whole else cut for one, cut, whole in zip(shown, messages, pictured, strict=True)]
         self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))
         whole = [*context.messages, *messages]
