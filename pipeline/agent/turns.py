@@ -157,9 +157,8 @@ class TurnsPlayer:
         seconds = self._tools[call.name] or self._config.step_timeout_s
         assert self._process is not None
         try:
-            # Without images, a tool may have words in their place.
-            plain = () if conversation.pictures is None else (True,)
-            return await self._process.call(call.name, call.arguments, seconds, *plain)
+            shows = () if conversation.pictures is None else (True,)
+            return await self._process.call(call.name, call.arguments, seconds, *shows)
         except PolicyMistake as mistake:
             conversation.mistakes["tool_errors"] += 1
             return f"Error: {mistake}"

@@ -58,7 +58,7 @@ class TokenBatch:
         Args:
             prompts: token ids of each prompt.
             responses: token ids of each response; None without responses.
-            images: encoded images of each prompt; None for text.
+            images: encoded images of each row, in order; None for text.
         """
         read, answered = _joined(prompts), _joined([()] * len(prompts) if responses is None else responses)
         shown = None if images is None else np.fromiter(map(tuple, images), dtype=object, count=len(images))

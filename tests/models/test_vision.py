@@ -76,14 +76,7 @@ class Rows:
             self.responses[row][2] = self.vision.placeholder
         self.responses[2][1] = self.vision.placeholder
         prompts = [self.prompts[number] for number in self.of]
-        self.batch = TokenBatch(
-            np.concatenate(prompts),
-            np.cumsum([0, *map(len, prompts)]),
-            np.concatenate(self.responses),
-            np.cumsum([0, *map(len, self.responses)]),
-            np.arange(len(self.of) + 1),
-            images=np.fromiter((self.shown[number] for number in self.of), dtype=object, count=len(self.of)),
-        )
+        self.batch = TokenBatch.of(prompts, self.responses, [self.shown[number] for number in self.of])
 
     def packed(self, policy, rows=None, shared=True):
         """[N] log-probs of the responses in one packed pass."""
