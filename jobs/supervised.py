@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -20,10 +20,11 @@ from jobs.entry import command
 from pipeline.config import ConfigError, load, to_flat
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.described import default, descriptions
+from pipeline.config.model import LoraConfig
 from pipeline.config.paths import check_apart
 from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
-from pipeline.config.supervised import SupervisedConfig
+from pipeline.config.supervised import SFTConfig, SupervisedConfig
 from pipeline.errors import NotStarted
 from pipeline.models import adapter
 from pipeline.models.architecture import most_positions
@@ -39,7 +40,7 @@ from pipeline.plan import check_offload
 from pipeline.plan.check_images import model_problems
 from pipeline.plan.host import SLOW_PRODUCTS, slow_products
 from pipeline.plan.models import not_causal, read_model
-from pipeline.plan.trial import Load, try_model, try_tokenizer
+from pipeline.plan.trial import Load, try_model, try_same_tokens, try_tokenizer
 from pipeline.run.faults import RunEnded, sentence
 from pipeline.run.signals import INTERRUPTED
 from pipeline.storage import checkpoints
@@ -136,6 +137,13 @@ class Job(Generic[C]):
             reads = hasattr(data, "image_key")
             only = f"model.vision={vision}: {self.name} cannot read images, only sft and train can; leave it out"
             problems += [f"{sentence}." for sentence in (model_problems(vision, base, path) if reads else [only])]
+        if (taught := frozen_path(config)) is not None and base and (teacher := read_model(taught)):
+            sizes = [model.config.get("vocab_size") for model in (teacher, base)]
+            if sizes[0] != sizes[1]:
+                problems.append(
+                    f"teacher.path={taught} has a vocabulary of {sizes[0]} tokens and model.path={path} one of "
+                    f"{sizes[1]}, so their log-probs of a token cannot be compared."
+                )
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if self.causal and base and (other := not_causal(base)):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
@@ -264,6 +272,12 @@ class Job(Generic[C]):
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
         tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]
+        if (path := frozen_path(config)) is not None:
+            other = replace(config.model, path=path, lora=LoraConfig())
+            tried += [
+                *try_same_tokens(tokenizer, other, "teacher.path"),
+                *try_model(other, "teacher.path", load_policy),
+            ]
         checked = check_rows(train_groups, val_groups, encoder.of(config.model, data))
         if begin.saved:
             begin.notes += jumps(begin.saved.progress, {"model": (config.optim, resolved.steps)})
@@ -275,6 +289,11 @@ class Job(Generic[C]):
             taught = "" if ends.learnt else "; the chat template writes none after a last answer, so none is learnt"
             lines.append(("ends", f"{ends.line}{taught}"))
         return Prepared(train_groups, val_groups, begin, resolved, checked, lines)
+
+
+def frozen_path(config: SupervisedConfig) -> str | None:
+    """Return the path of the job's teacher; None without one."""
+    return config.teacher.path if isinstance(config, SFTConfig) else None
 
 
 @dataclass(frozen=True)

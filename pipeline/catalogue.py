@@ -150,6 +150,7 @@ ESTIMATORS = _by_name(
         compares="trained places",
         **_ZERO_TAIL,
     ),
+    Estimator("zero", "pipeline.advantage.zero:zero"),
     Estimator("online_dpo", f"{_OUTCOME}:online_dpo", compares="responses", marks_pairs=True),
 )
 

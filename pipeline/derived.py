@@ -5,7 +5,7 @@ switch on the KL and the critic. Stream, train loop, plan and checks all use the
 `algorithm.adv_estimator` raises `ValueError`. Importing this module does not load torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pipeline.catalogue import PolicyLoss, get_adv_estimator, get_policy_loss
 from pipeline.config import Config
@@ -14,6 +14,7 @@ from pipeline.config.bounds import sentences
 from pipeline.config.learner import ActorConfig, CriticConfig, FSDPConfig
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.scoring import TRAIN_WORKERS, ScorerConfig
+from pipeline.config.teacher import TeacherConfig
 
 MOST_PROMPTS = 16
 """Maximum number of prompts in a chunk if `rollout.chunk_prompts` is null."""
@@ -87,6 +88,46 @@ def _has_base(config: Config) -> bool:
     return config.model.lora.rank > 0 and config.scoring.reference.path is None
 
 
+def reads_teacher(config: Config) -> bool:
+    """Return True if the advantages or the loss need a teacher."""
+    return config.algorithm.teacher_coef > 0 or uses_distillation(config)
+
+
+def uses_distillation(config: Config) -> bool:
+    """Return True if the loss compares the policy with the teacher's most likely tokens."""
+    return config.actor.distill_coef > 0
+
+
+def teachers(config: Config) -> dict[str, dict[str, TeacherConfig]]:
+    """Return the pools of teachers, by the name of their stage: the teachers of each pool by name.
+
+    A pool has one teacher, or the teachers that are adapters on a common base. The stage of a single teacher is
+    `teacher`, and the teacher's name is empty; other stages are `teacher.NAME`, after their first teacher. A teacher in
+    the train workers is left out.
+    """
+    pools: dict[str, dict[str, TeacherConfig]] = {}
+    if not reads_teacher(config) or shards_teacher(config):
+        return pools
+    stage_of: dict[object, str] = {}
+    for name, one in config.teacher.declared().items():
+        stage = f"teacher.{name}" if name else "teacher"
+        alike = asdict(replace(one, adapter=None, sources=[], prompt=None, named={}))
+        base = str(alike) if one.adapter else stage
+        pools.setdefault(stage_of.setdefault(base, stage), {})[name or ""] = one
+    return pools
+
+
+def shards_teacher(config: Config) -> bool:
+    """Return True if the train workers hold the teacher, sharded over them."""
+    return reads_teacher(config) and not config.teacher.named and config.teacher.placement == TRAIN_WORKERS
+
+
+def scorer_key(name: str) -> str:
+    """Return the section with the settings of the pool of replicas `name` (a key of `scorers`)."""
+    stage, _, teacher = name.partition(".")
+    return f"teacher.named.{teacher}" if teacher else name if stage == "teacher" else f"scoring.{name}"
+
+
 def uses_pairs(config: Config) -> bool:
     """Return True if the policy loss compares the best and the worst response of each group."""
     return policy_loss(config).of_pairs
@@ -123,9 +164,10 @@ def reward_parts(config: Config) -> dict[str, list[str]]:
 
 def scorers(config: Config) -> dict[str, ScorerConfig]:
     """Return the pools of model replicas that the run has, by name, in the order of the stream."""
-    pools = {
+    pools: dict[str, tuple[bool, ScorerConfig]] = {
         "reward_model": (uses_reward_model(config), config.scoring.reward_model),
         "reference": (uses_reference(config), config.scoring.reference),
+        **{name: (True, next(iter(pool.values()))) for name, pool in teachers(config).items()},
         "value": (uses_critic(config), config.scoring.value),
         "policy": (uses_policy_scores(config), config.scoring.policy),
     }
@@ -144,11 +186,15 @@ def scoring_model(
         path: another model than `model.path`; None: the same.
         gpu: True if the model is on a GPU; None takes `scorer.num_gpus > 0`.
     """
-    gpu = scorer.num_gpus > 0 if gpu is None else gpu
+    return frozen_model(model, scorer.dtype, fsdp, path, scorer.num_gpus > 0 if gpu is None else gpu)
+
+
+def frozen_model(model: ModelConfig, dtype: str | None, fsdp: FSDPConfig, path: str | None, gpu: bool) -> ModelConfig:
+    """Return the settings of a frozen model; arguments are as in `scoring_model`, with `dtype` of the pool."""
     return replace(
         model,
         path=path or model.path,
-        dtype=scorer.dtype or fsdp.compute_dtype(model.dtype, gpu),
+        dtype=dtype or fsdp.compute_dtype(model.dtype, gpu),
         enable_gradient_checkpointing=False,
         lora=LoraConfig(),
         activation_offload=False,

@@ -35,6 +35,8 @@ class EngineRequest:
     """True to go on generating past all of them."""
     images: PromptImages | None = None
     """Images of the prompt; None if it has only text."""
+    with_support: bool = False
+    """True to return the tokens from which each token was sampled."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Generation:
     finish_reason: str
     version_runs: tuple[tuple[int, int], ...]
     """(Policy version, number of tokens that it generated), in the order of the tokens."""
+    support: tuple[np.ndarray, np.ndarray] | None = None
+    """The columns `support` [M] int32 and `support_sizes` [T] int32; None if no token had a support that is smaller
+    than the vocabulary, or the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ CONTEXTS = pa.list_(pa.struct([("prompt", INTS), ("tokens", pa.int32())]))
 """Token sequences of an episode, in order: the prompt tokens of each, and the number of tokens of the row's response
 that follow this prompt. The prompt of the first sequence is in `prompt_ids`, and null here."""
 
+UNKNOWN = -(2**31)
+"""Entry of `support_sizes` for a token whose support was too large to be written (`rollout.max_support`)."""
+
 BINARIES = pa.list_(pa.binary())
 
 _TYPES = {
@@ -104,6 +107,8 @@ sample | int32 | rollout | track | number of the sample in its group, from 0
 response_ids | ints | rollout | reward, train | generated tokens, end-of-sequence included
 response_mask | mask | rollout | advantage, train | 1 if the policy wrote the token, else 0 (tools, environments)
 rollout_log_probs | floats | rollout | train | log-prob the engine sampled each token with
+support | ints | rollout | reference, policy, train | ids that each token was sampled from, or ids left out
+support_sizes | ints | rollout | reference, policy, train | per token: n ids; -n: n ids left out; 0: none left out
 response | string | rollout | reward, track | decoded response, special tokens left out
 finish_reason | string | rollout | metrics | `stop`, `length`, or `abort`
 policy_version | int64 | rollout | train | oldest version that generated a token of the row; of most rows the only one
@@ -150,6 +155,17 @@ ref_log_probs | floats | reference | advantage, train | log-prob of each token u
 """)
 """Columns of a run with a KL in reward or loss."""
 
+TEACHER = _columns("""
+teacher_log_probs | floats | teacher | advantage | log-prob of each token under the row's teacher
+""")
+"""Columns of a run with teachers."""
+
+TEACHER_TOP = _columns("""
+teacher_top_ids | ints | teacher | train | the teacher's k most likely tokens at each response token, token after token
+teacher_top_log_probs | floats | teacher | train | log-prob of each of them
+""")
+"""Columns of a run with a distillation loss (`actor.distill_coef`)."""
+
 VALUE = _columns("""
 values | floats | value | advantage, train | the critic's value before each response token
 value_version | int64 | value | metrics | version of the critic that gave the values
@@ -184,6 +200,8 @@ SCHEMA = pa.schema(
         *REWARD,
         *BASELINE,
         *REFERENCE,
+        *TEACHER,
+        *TEACHER_TOP,
         *VALUE,
         *POLICY,
         *KL_COEF,

@@ -2,8 +2,8 @@
 
 A row of a prompt file may set any of these keys in its `extra_info`:
 
-    {"sampling_params": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_tokens": 8, "max_tokens": 64,
-                         "stop": ["</answer>"]}}
+    {"sampling_params": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "min_tokens": 8,
+                         "max_tokens": 64, "stop": ["</answer>"]}}
 
 The values are checked when the row is read (`RowLimits`), before it reaches an engine.
 """
@@ -16,9 +16,10 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.rollout import RolloutConfig
-from pipeline.derived import uses_policy_scores
+from pipeline.derived import reads_teacher
 from pipeline.errors import nearest
 from pipeline.reward.truths import TruthCheck, truth_check
+from pipeline.teachers import TeacherRows
 
 KEY = "sampling_params"
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -38,17 +39,23 @@ class Sampling:
     min_tokens: int
     max_tokens: int
     stop: tuple[str, ...]
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, rollout: RolloutConfig, max_response_length: int, split: str) -> "Sampling":
         """Return the default settings of the run for rows of a split (`train` or `val`)."""
         chosen = rollout if split == "train" else rollout.val_kwargs
         limits = rollout.min_tokens, max_response_length, tuple(rollout.stop)
-        return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits)
+        return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits, rollout.min_p if split == "train" else 0.0)
 
     def greedy(self) -> "Sampling":
         """Return these settings with greedy sampling: the likeliest token each time."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
+    @property
+    def truncated(self) -> bool:
+        """True if unlikely tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def of_row(self, extra_info: str) -> "Sampling":
         """Return these settings with the values that a row sets in `extra_info` (JSON, checked by `RowLimits`)."""
@@ -64,6 +71,7 @@ NUMBERS: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]]
     "temperature": (float, lambda t: t == 0 or COLDEST <= t <= WARMEST, f"0, or from {COLDEST:g} to {WARMEST:g}"),
     "top_p": (float, lambda p: 0 < p <= 1, "a number above 0 and at most 1"),
     "top_k": (int, lambda k: k == -1 or k >= 1, "a whole number of at least 1, or -1 for all tokens"),
+    "min_p": (float, lambda p: 0 <= p <= 1, "a number from 0 to 1"),
     "min_tokens": (int, lambda n: n >= 0, "a whole number of at least 0"),
     "max_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
 }
@@ -107,6 +115,8 @@ class RowLimits:
     """Values of `agent_name` for which the prompt must not end with an assistant message."""
     truths: TruthCheck = field(default_factory=TruthCheck)
     """Check of the ground truth of rows."""
+    teachers: TeacherRows | None = None
+    """Teachers of the rows; None if rows need none."""
 
     def check_asks(self, name: str | None) -> None:
         """Refuse a prompt that ends with an assistant message if the agent `name` cannot continue it. Call this only
@@ -185,20 +195,10 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
     Training rows must not change the sampling distribution in ways that the trainer's log-probs do not follow.
     """
     refused = {"temperature": "the trainer computes the log-probs of all rows at rollout.temperature"}
-    compares = ""
-    if config.actor.old_log_probs == "engine":
-        compares = "actor.old_log_probs=engine"
-    elif config.algorithm.use_kl_in_reward:
-        compares = "algorithm.use_kl_in_reward=true"
-    elif uses_policy_scores(config):
-        compares = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    if compares:
-        why = f"{compares} needs log-probs over the whole vocabulary, and the engine renormalises them"
-        refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), why)
     rollout, longest = config.rollout, config.data.max_response_length
-    if not rollout.facts.truncated_log_probs:
-        why = f"rollout.name={rollout.name} returns log-probs over the whole vocabulary"
-        refused |= dict.fromkeys(("top_p", "top_k"), why)
+    if not rollout.facts.supports:
+        why = f"rollout.name={rollout.name} does not return the tokens that it samples from"
+        refused |= dict.fromkeys(("top_p", "top_k", "min_p", "min_tokens"), why)
     agents = config.agent.agents()
     asked = [name for name, agent in agents.items() if agent.environment is None and not agent.driven]
     asked = asked if config.agent.used else []
@@ -207,7 +207,10 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
         calls = {"stop": "a text could end an answer inside a call of agent.tools"}
     truths = truth_check(config.reward, config.agent)
     return {
-        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys(), asked, truths),
+        "train": RowLimits(
+            *(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys(), asked, truths),
+            TeacherRows.of(config.teacher) if reads_teacher(config) else None,
+        ),
         "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys(), asked, truths),
     }
 

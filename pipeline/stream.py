@@ -2,9 +2,9 @@
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► [validation] ─►
                            ▲                                   (ends here)
-                           │   [baseline ─► filter ─► reference ─► value ─► policy] ─► advantage ─► record ─►
-                           │                               ▲
-                           └──────── policy store ◄────────┴─────── train workers
+                           │   [baseline ─► filter ─► reference ─► teachers ─► value ─► policy] ─► advantage ─►
+                           │                                           ▲                  record ─►
+                           └────────────── policy store ◄──────────────┴─────── train workers
 
 A stage in brackets exists only if the settings need its output (`pipeline/derived.py`). In a replay, recorded rows
 enter at the reward stages.
@@ -33,6 +33,10 @@ from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.scoring import ScorerConfig
 from pipeline.derived import (
+    reads_teacher,
+    scorers,
+    shards_teacher,
+    teachers,
     uses_agent,
     uses_baselines,
     uses_critic,
@@ -58,9 +62,12 @@ from pipeline.sampling import row_limits
 from pipeline.scoring.policy import PolicyScore
 from pipeline.scoring.reference import Reference
 from pipeline.scoring.reward_model import RewardModelScore
+from pipeline.scoring.served_teacher import ServedTeacher
+from pipeline.scoring.teacher import Teacher
 from pipeline.scoring.value import Value
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
+from pipeline.teachers import TeacherRows
 from pipeline.threads import compute_threads
 from pipeline.track.trajectories import Record
 from pipeline.track.validation import Validation
@@ -97,7 +104,8 @@ def build(
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
     rollout, concurrent = config.rollout, max(2, schedule.chunks_per_iteration)
     placed, deadlines = config.trainer.placed, config.trainer.deadlines
-    advantage = Advantage(config.algorithm, client, deadlines.admission, uses_turn_rewards(config))
+    taught = reads_teacher(config) and not shards_teacher(config)
+    advantage = Advantage(config.algorithm, client, deadlines.admission, uses_turn_rewards(config), taught)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
     policy = StorePolicy(client, deadlines.admission)
@@ -133,6 +141,10 @@ def build(
     longest, told = config.data.longest_row, (client, deadlines.admission)
     if uses_reference(config):
         stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature, longest, *told)
+    for name, pool in teachers(config).items():
+        served = pool.get("") or next(iter(pool.values()))
+        args = (name, pool, TeacherRows.of(config.teacher), config.data, config.actor, rollout.temperature, longest)
+        stream = scored(stream, ServedTeacher if served.url else Teacher, config, name, *args, *told)
     if uses_critic(config):
         stream = scored(stream, Value, config, "value", config.critic, client, deadlines, longest)
     if uses_policy_scores(config):
@@ -254,12 +266,12 @@ def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) 
 
     Args:
         stream: whole chunks.
-        stage: class of the replicas; the constructor gets the sections `model` and `scoring.<name>`, and then `args`.
+        stage: class of the replicas; the constructor gets the section `model`, the pool's settings, and then `args`.
         config: settings of the run.
-        name: name of the pool in `scoring`.
+        name: name of the pool, a key of `derived.scorers`.
         args: further arguments of the constructor.
     """
-    scorer: ScorerConfig = getattr(config.scoring, name)
+    scorer: ScorerConfig = scorers(config)[name]
     threads = compute_threads(scorer.num_threads, scorer.num_cpus)
     return stream.map_batches(
         stage,
@@ -268,7 +280,7 @@ def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) 
         compute=ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
         num_cpus=scorer.num_cpus,
         num_gpus=scorer.num_gpus,
-        label_selector=config.trainer.placed(name),
+        label_selector=config.trainer.placed(name.partition(".")[0]),
         runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         **WHOLE,
     )

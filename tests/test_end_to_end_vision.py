@@ -81,7 +81,7 @@ def gap(model: Path, run: Run, iteration: int) -> float:
     batch = pack(tokens, packs, packed=True, place_images=policy.image_reader.place)
     where = {"positions": batch.positions, "packing": batch.packing, "images": batch.images}
     with torch.no_grad():
-        found, _ = policy(batch.input_ids, batch.logit_index, batch.targets, **where)
+        found, *_ = policy(batch.input_ids, batch.logit_index, batch.targets, **where)
     engine = np.concatenate(rows["rollout_log_probs"].to_pylist())[batch.token_index]
     return float(np.abs(found.numpy() - engine).max())
 

@@ -36,6 +36,7 @@ def test_each_split_has_its_settings(config: Config) -> None:
         ("top_p", 1, 1.0),
         ("top_k", -1, -1),
         ("top_k", 5.0, 5),
+        ("min_p", 0.05, 0.05),
         ("min_tokens", 0, 0),
         ("max_tokens", 64, 64),
         ("stop", "</answer>", ("</answer>",)),
@@ -75,6 +76,7 @@ def test_most_rows_ask_for_nothing(config: Config, text: str) -> None:
         ({"top_p": 1.1}, "top_p` is 1.1;"),
         ({"top_k": 0}, "top_k` is 0; it must be a whole number of at least 1, or -1"),
         ({"top_k": 2.5}, "top_k` is 2.5;"),
+        ({"min_p": 1.5}, "min_p` is 1.5; it must be a number from 0 to 1"),
         ({"min_tokens": -1}, "min_tokens` is -1;"),
         ({"max_tokens": 0}, "max_tokens` is 0; it must be a whole number of at least 1"),
         ({"max_tokens": float("inf")}, "max_tokens` is inf;"),
@@ -100,25 +102,20 @@ def test_training_rows_keep_the_temperature_that_the_trainer_takes(config: Confi
     row_limits(config)["val"].check({KEY: {"temperature": 0.5}})
 
 
-@pytest.mark.parametrize("key", ["top_p", "top_k", "min_tokens"])
-@pytest.mark.parametrize(
-    ("setting", "value", "named"),
-    [
-        ("actor.old_log_probs", "engine", "actor.old_log_probs=engine needs"),
-        ("algorithm.use_kl_in_reward", True, "algorithm.use_kl_in_reward=true needs"),
-        ("algorithm.adv_estimator", "optimal_token_baseline", "algorithm.adv_estimator=optimal_token_baseline needs"),
-    ],
-)
-def test_training_rows_are_not_truncated_where_whole_distributions_are_compared(
-    config: Config, key: str, setting: str, value: Any, named: str
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "min_tokens"])
+@pytest.mark.parametrize(("name", "allowed"), [("vllm", True), ("hf", True), ("sglang", False)])
+def test_training_rows_are_truncated_where_the_engine_names_the_tokens(
+    config: Config, key: str, name: str, allowed: bool
 ) -> None:
-    wanted = {KEY: {key: 1}}
-    row_limits(config)["train"].check(wanted | {KEY: {key: 2 if key == "min_tokens" else 1}})
-    section, name = setting.split(".")
-    setattr(getattr(config, section), name, value)
-    with pytest.raises(ValueError, match=named):
-        row_limits(config)["train"].check(wanted)
-    row_limits(config)["train"].check({KEY: {"max_tokens": 8, "stop": "x"}})
+    config.rollout.name = name
+    limits, wanted = row_limits(config), {KEY: {key: 2 if key == "min_tokens" else 1}}
+    limits["val"].check(wanted)
+    limits["train"].check({KEY: {"max_tokens": 8, "stop": "x"}})
+    if allowed:
+        limits["train"].check(wanted)
+        return
+    with pytest.raises(ValueError, match=f"rollout.name={name} does not return the tokens"):
+        limits["train"].check(wanted)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -132,7 +129,15 @@ def test_no_text_ends_an_answer_that_may_call_tools(config: Config, split: str) 
 
 
 def test_names_are_those_of_the_file() -> None:
-    everything = {"temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_tokens": 1, "max_tokens": 2, "stop": ["a"]}
+    everything = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "min_tokens": 1,
+        "max_tokens": 2,
+        "stop": ["a"],
+    }
     assert asked({KEY: everything}) == everything | {"stop": ("a",)}
 
 

@@ -41,6 +41,7 @@ class Advantage:
             the column `kl_coef`.
         timeout: seconds without a heartbeat after which the wait for a version fails.
         turn_rewards: whether the score contains the rewards of turns, which are in the column `spans`.
+        taught: whether rows have `teacher_log_probs`, for `teacher_coef`.
 
     Raises ValueError if `algorithm.adv_estimator` is unknown.
     """
@@ -51,7 +52,9 @@ class Advantage:
         store: StoreClient | None = None,
         timeout: float = 0.0,
         turn_rewards: bool = False,
+        taught: bool = False,
     ) -> None:
+        self._teacher_coef = config.teacher_coef if taught else 0.0
         self.config, self._store, self._timeout = config, store, timeout
         self._turn_rewards = turn_rewards
         self.estimator = get_adv_estimator(config.adv_estimator)
@@ -62,6 +65,8 @@ class Advantage:
         self._reads |= {NEED_COLUMNS[need]: reader for need in self.needs}
         if turn_rewards:
             self._reads["spans"] = "agent.reward needs"
+        if self._teacher_coef:
+            self._reads["teacher_log_probs"] = "algorithm.teacher_coef needs"
         if config.use_kl_in_reward:
             self._reads |= dict.fromkeys(("ref_log_probs", "kl_coef"), "algorithm.use_kl_in_reward needs")
 
@@ -97,7 +102,7 @@ class Advantage:
             part_keys = self.config.gdpo_reward_keys if "parts" in self.needs else None
             data = rows.estimator_input(part_keys, self._turn_rewards)
             estimate = self._estimate(data, rows)
-            advantages[tokens] = estimate.advantages * data.mask
+            advantages[tokens] = estimate.advantages * data.mask + rows.taught(self._teacher_coef)
             returns[tokens] = estimate.returns
             reward[used] = rows.rewards
             kl[used] = rows.kl
@@ -190,6 +195,22 @@ class _Rows:
         trained = np.bincount(row_index, self.mask, len(coef))
         total = np.bincount(row_index, kl, len(coef))
         self.kl = np.divide(total, trained, out=np.full(len(coef), np.nan), where=trained > 0)
+
+    def taught(self, coef: float) -> np.ndarray:
+        """[N] advantages of the teacher: `coef` times its log-prob minus the engine's, 0 for tokens that do not train.
+
+        Raises ValueError if one is not finite.
+        """
+        if not coef:
+            return np.zeros(len(self.mask))
+        found = np.where(self.mask, self._tokens("teacher_log_probs") - self.log_probs, 0.0)
+        bad = np.flatnonzero(~np.isfinite(found))
+        if len(bad):
+            raise ValueError(
+                f"a row of uid {self.uid[self.row_of(bad[0])].as_py()} has a token whose log-prob under the teacher is "
+                "not finite (a type such as float16 may overflow: teacher.dtype)"
+            )
+        return coef * found
 
     def estimator_input(self, part_keys: list[str] | None, turn_rewards: bool) -> EstimatorInput:
         """Build the estimator's input.

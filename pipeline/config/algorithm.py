@@ -111,6 +111,10 @@ class AlgorithmConfig:
     kl_penalty: str = setting("kl", choices=KL_ESTIMATES)
     """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the reward."""
 
+    teacher_coef: float = setting(0.0, at_least=0)
+    """Weight of the teacher's advantage: each token's advantage gets `teacher_coef` times log-prob of the teacher minus
+    log-prob of the engine (on-policy distillation). 0: none."""
+
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
 
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

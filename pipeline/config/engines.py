@@ -18,8 +18,9 @@ class EngineFacts:
     """Name under which the engine's own package is imported; None if it needs no package of its own."""
     seeds: bool
     """A request may have its own seed, and its response then does not depend on the other requests."""
-    truncated_log_probs: bool
-    """With top-p and top-k, log-probs are renormalised over the tokens that are left."""
+    supports: bool
+    """With top-p, top-k, min-p and min_tokens, log-probs are renormalised over the tokens that are left, and the engine
+    returns these tokens."""
     sleep: bool
     """The engine can free its GPU memory while it is idle."""
     adapters: bool
@@ -58,7 +59,7 @@ FACTS = {
     "vllm": EngineFacts(
         package="vllm",
         seeds=True,
-        truncated_log_probs=True,
+        supports=True,
         sleep=True,
         adapters=True,
         tensor_parallel=True,
@@ -70,7 +71,7 @@ FACTS = {
     "hf": EngineFacts(
         package=None,
         seeds=True,
-        truncated_log_probs=True,
+        supports=True,
         sleep=False,
         adapters=False,
         tensor_parallel=False,
@@ -84,7 +85,7 @@ FACTS = {
         package=None,
         seeds=False,
         seeds_with="enable_deterministic_inference",
-        truncated_log_probs=False,
+        supports=False,
         sleep=False,
         adapters=False,
         tensor_parallel=False,

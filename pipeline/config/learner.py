@@ -192,6 +192,17 @@ class ActorConfig:
     kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
     """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the loss."""
 
+    distill_coef: float = setting(0.0, at_least=0)
+    """Weight of the distillation loss: the divergence of the teacher and the policy over the teacher's most likely
+    tokens. 0: none."""
+
+    distill_top_k: int = setting(64, at_least=1)
+    """Number of the teacher's most likely tokens in the distillation loss. All others together are one more outcome."""
+
+    distill_beta: float = setting(0.0, at_least=0, at_most=1)
+    """Divergence of the distillation loss: 0 is KL(teacher || policy), 1 is KL(policy || teacher), a number between
+    them the generalised Jensen-Shannon divergence ([algorithms.md](algorithms.md#teachers))."""
+
     grad_clip: float = setting(1.0, above=0, infinite=True)
     """Maximum gradient norm. Gradients with a larger norm are scaled down to it."""
 

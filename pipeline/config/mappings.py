@@ -25,8 +25,13 @@ from pipeline.config.agent import AgentConfig
 from pipeline.config.renamed import RENAMED
 from pipeline.config.reward import FunctionConfig
 from pipeline.config.schema import Key, expected, keys, no_longer, unknown, value_of
+from pipeline.config.teacher import TeacherConfig
 
-SECTIONS: dict[str, type] = {"agent.named": AgentConfig, "reward.functions": FunctionConfig}
+SECTIONS: dict[str, type] = {
+    "agent.named": AgentConfig,
+    "reward.functions": FunctionConfig,
+    "teacher.named": TeacherConfig,
+}
 """Settings that map free names to sections, each with the dataclass of its sections."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 

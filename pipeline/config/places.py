@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.config.agent import AgentConfig
 from pipeline.config.paths import without_scheme
+from pipeline.config.teacher import TeacherConfig
 from pipeline.imports import is_file, split
 
 SERVERS = ("mcp:", "openenv:")
@@ -37,8 +38,8 @@ def name_from_root(config: Any) -> None:
             name_from_root(value)
         elif (kind := item.metadata.get("path")) is not None:
             setattr(config, item.name, KINDS[kind](value))
-    if isinstance(config, AgentConfig):
-        _name_agents(config)
+    if isinstance(config, AgentConfig | TeacherConfig):
+        _name_sections(config)
 
 
 def model(value: str | None) -> str | None:
@@ -78,10 +79,10 @@ def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: one | {"path": _script(one["path"])} if "path" in one else one for name, one in functions.items()}
 
 
-def _name_agents(agent: AgentConfig) -> None:
-    """Make the paths in the settings of named agents absolute, in place."""
-    declared = agent.declared()
-    for name, settings in agent.named.items():
+def _name_sections(section: AgentConfig | TeacherConfig) -> None:
+    """Make the paths in the settings of named agents or teachers absolute, in place."""
+    declared = section.declared()
+    for name, settings in section.named.items():
         own = declared[name]
         name_from_root(own)
         settings.update({key: getattr(own, key) for key in settings})

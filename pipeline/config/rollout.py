@@ -49,6 +49,15 @@ class RolloutConfig:
     top_k: int = setting(-1, at_least=1, or_value=-1)
     """Number of likeliest tokens to sample training responses from. -1: all."""
 
+    min_p: float = setting(0.0, at_least=0, at_most=1)
+    """Probability of a token, as a fraction of the likeliest token's, below which it is left out of training responses.
+    0: none is."""
+
+    max_support: int = setting(4096, at_least=1)
+    """Maximum number of token ids that are written for a training token that was sampled from a part of the vocabulary
+    (`top_p`, `top_k`, `min_p`, `min_tokens`), so that the trainer computes its log-prob over the same part. Tokens with
+    a larger part, and a larger rest, are trained without this, and counted (`rollout/support_unknown`)."""
+
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the text is kept in the response. Generation is slower, since the engine must decode
     tokens while it generates."""
@@ -161,6 +170,12 @@ class RolloutConfig:
     def elastic(self) -> bool:
         """True if the number of engines may change during the run."""
         return self.fewest < self.most
+
+    def restrictions(self) -> dict[str, bool]:
+        """Return, for each key that can restrict training tokens to a part of the vocabulary, whether it does."""
+        cut = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        # Up to this number of tokens, tokens that end a response are not sampled.
+        return cut | {"min_tokens": self.min_tokens > 0}
 
     def in_flight(self, chunks_per_iteration: int, chunk_prompts: int) -> int:
         """Return the number of chunks that one engine works on at the same time.

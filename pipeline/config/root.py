@@ -10,6 +10,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.reward import RewardConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.scoring import ScoringConfig
+from pipeline.config.teacher import TeacherConfig
 from pipeline.config.trainer import TrainerConfig
 
 
@@ -23,6 +24,7 @@ class Config:
     agent: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -1,6 +1,6 @@
 """Settings of `python -m jobs.sft` and `python -m jobs.reward_model`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pipeline.config.bounds import setting
@@ -151,6 +151,33 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 @dataclass
+class SFTTeacherConfig:
+    """Teacher on the files' answers: a frozen model, sharded over the workers, from whose distributions the model
+    learns ([algorithms.md](algorithms.md#teachers))."""
+
+    path: str | None = setting(None, path="model")
+    """Hugging Face model with the model's vocabulary: a folder or a hub name. Null: no teacher."""
+
+    weight: float = setting(1.0, above=0, at_most=1)
+    """Weight of the divergence from the teacher in the loss; the cross-entropy of the answers has the rest. 1: only the
+    divergence."""
+
+    distill_top_k: int = setting(64, at_least=1)
+    """Number of the teacher's most likely tokens in the divergence. All others together are one more outcome."""
+
+    distill_beta: float = setting(0.0, at_least=0, at_most=1)
+    """Divergence: 0 is KL(teacher || model), 1 is KL(model || teacher), a number between them the generalised
+    Jensen-Shannon divergence."""
+
+    dtype: str | None = setting(None, choices=(None, "float32", "bfloat16", "float16"))
+    """Type of the teacher's weights and computation. Null takes `fsdp.param_dtype`; if that is null too, bfloat16 on
+    GPUs and `model.dtype` on CPUs."""
+
+    offload: bool = False
+    """Keep the teacher in host memory, and copy each layer to the GPU when it is used."""
+
+
+@dataclass
 class SFTTrainerConfig(SupervisedTrainerConfig):
     """Length and resources of the run."""
 
@@ -165,6 +192,20 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
 
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+
+    teacher: SFTTeacherConfig = field(default_factory=SFTTeacherConfig)
+
+    def problems(self) -> dict[str, object]:
+        """Return sentences on settings that exclude each other, each with a true value if it applies."""
+        default, teacher = SFTTeacherConfig(), self.teacher
+        unread = [
+            f"{{teacher.{item.name}}}"
+            for item in fields(teacher)
+            if getattr(teacher, item.name) != getattr(default, item.name)
+        ]
+        return super().problems() | {
+            f"{', '.join(unread)} without a teacher; set teacher.path": bool(unread) and teacher.path is None,
+        }
 
 
 @dataclass

@@ -44,7 +44,7 @@ class DeadlineConfig:
     died."""
 
 
-PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
+PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "teacher", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` stands for all Ray tasks outside of actors."""
 
 LONGEST_NAME = 200

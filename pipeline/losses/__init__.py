@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from pipeline.catalogue import PolicyLoss, get_policy_loss
 from pipeline.losses.aggregate import AGG_MODES, agg_divisor, agg_loss
+from pipeline.losses.distill import distill_loss
 from pipeline.losses.kl import kl_loss
 from pipeline.losses.registry import (
     Candidates,

@@ -2,14 +2,17 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from pipeline.models.contexts import unfold
-from pipeline.rows import loss_mask, per_token
+from pipeline.models.head import TokenLists
+from pipeline.models.support import Support
+from pipeline.rows import UNKNOWN, flat, loss_mask, per_token
 
 
 @dataclass
@@ -31,6 +34,10 @@ class TokenBatch:
     """[R + 1] int64, number of each row's first context, and C at the end."""
     images: np.ndarray | None = field(default=None, kw_only=True)
     """[R] object, tuple of the encoded images of each row, in prompt and response; None without a column `images`."""
+    support_ids: np.ndarray | None = field(default=None, kw_only=True)
+    """[M] int32, the supports of all response tokens, as in the column `support`; None if no row has one."""
+    support_sizes: np.ndarray | None = field(default=None, kw_only=True)
+    """[N] int32, as in the column `support_sizes`; None if no row has one."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
@@ -44,6 +51,8 @@ class TokenBatch:
                 raise ValueError("rows with images have several contexts, and may have one")
             shown = (tuple(images or ()) for images in table["images"].to_pylist())
             made.images = np.fromiter(shown, dtype=object, count=len(table))
+        if "support_sizes" in table.column_names and table["support_sizes"].null_count < len(table):
+            made.support_ids, made.support_sizes = _supports(table, made)
         return made
 
     @classmethod
@@ -90,6 +99,22 @@ class TokenBatch:
         """[K] int64, number of response tokens before each of the tokens `tokens` [K] in its context."""
         return tokens - self.response_offsets[np.searchsorted(self.response_offsets, tokens, side="right") - 1]
 
+    def supports(self, tokens: np.ndarray) -> Support | None:
+        """Return the supports of the tokens `tokens` [K]; None if no row has one."""
+        if self.support_sizes is None:
+            return None
+        assert self.support_ids is not None
+        sizes = np.where(self.support_sizes == UNKNOWN, 0, self.support_sizes)
+        starts = np.cumsum(np.abs(sizes)) - np.abs(sizes)
+        return Support(
+            *(self._lists(starts[tokens], counts[tokens]) for counts in (sizes.clip(min=0), (-sizes).clip(min=0)))
+        )
+
+    def _lists(self, starts: np.ndarray, counts: np.ndarray) -> TokenLists:
+        assert self.support_ids is not None
+        ids = self.support_ids[ranges(starts, counts)].astype(np.int64)
+        return TokenLists(torch.from_numpy(ids), torch.from_numpy(counts.astype(np.int64)))
+
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
         """Return the number of tokens of each pack: one prompt, and the responses of all contexts in the pack.
 
@@ -124,6 +149,10 @@ class TrainBatch(TokenBatch):
     """[R] uint64, hash of the row's uid. The samples of one prompt have the same uid."""
     ref_log_probs: np.ndarray | None = None
     """[N] float32, log-probs of the reference policy; None without one."""
+    teacher_top_ids: np.ndarray | None = None
+    """[N, K] int32, the teacher's most likely tokens; None without a distillation loss."""
+    teacher_top_log_probs: np.ndarray | None = None
+    """[N, K] float32, the teacher's log-probs of them; None without a distillation loss."""
     values: np.ndarray | None = None
     """[N] float32, the critic's values from which the advantages were computed; None without a critic."""
     weights: np.ndarray | None = None
@@ -149,6 +178,10 @@ class TrainBatch(TokenBatch):
             name: per_token(table, name, offsets).astype(np.float32)
             for name in ("response_mask", "rollout_log_probs", "advantages", "returns", *optional)
         }
+        for name in ("teacher_top_ids", "teacher_top_log_probs"):
+            if name in table.column_names:
+                columns[name] = _per_token_lists(table, name, offsets)
+                optional.append(name)
         mask = loss_mask(table)[0].astype(np.float32)
         bad = ~np.isfinite(columns["advantages"]) & (mask > 0)
         if bad.any():
@@ -172,6 +205,8 @@ class TrainBatch(TokenBatch):
     def concat(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
         """Join the rows of all parts, in order, with all their columns."""
         joined: dict[str, Any] = {}
+        if any(part.support_sizes is not None for part in parts):
+            parts = [part.with_supports() for part in parts]
         for name in vars(parts[0]):
             values = [getattr(part, name) for part in parts]
             if name.endswith("_offsets"):
@@ -182,6 +217,13 @@ class TrainBatch(TokenBatch):
             else:
                 joined[name] = None if values[0] is None else np.concatenate(values)
         return cls(**joined)
+
+    def with_supports(self) -> Self:
+        """Return these rows with the columns of supports, which say that all tokens had the whole vocabulary if they
+        were None."""
+        if self.support_sizes is not None:
+            return self
+        return replace(self, support_ids=np.empty(0, np.int32), support_sizes=np.zeros(len(self.mask), np.int32))
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
         """Return two numbers: of tokens in the rows `index` that count in the loss, and of rows with such a token."""
@@ -244,6 +286,50 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def _supports(table: pa.Table, rows: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns `support` [M] and `support_sizes` [N] of rows, in which rows without supports are null.
+
+    Raises ValueError if a row has no size for each token, or not as many ids as its sizes say, or a support lacks the
+    sampled token.
+    """
+    starts, responses = rows.row_offsets, rows.response_ids
+    ids, sizes = [np.empty(0, np.int32)], np.zeros(len(responses), np.int32)
+    columns = zip(table["support"], table["support_sizes"], strict=True)
+    for row, (support, found) in enumerate(columns):
+        if not found.is_valid:
+            continue
+        tokens, own = slice(starts[row], starts[row + 1]), found.values.to_numpy(zero_copy_only=False)
+        listed = support.values.to_numpy(zero_copy_only=False) if support.is_valid else ids[0]
+        counts = np.where(own == UNKNOWN, 0, np.abs(own))
+        length = starts[row + 1] - starts[row]
+        if len(own) != length or counts.sum() != len(listed):
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has {len(own)} entries in 'support_sizes' for {length} response "
+                f"tokens, and {len(listed)} ids in 'support' for {counts.sum()} that they name"
+            )
+        among = listed == np.repeat(responses[tokens], counts)
+        holds = np.bincount(np.repeat(np.arange(length), counts), among, length) > 0
+        wrong = np.flatnonzero(((own > 0) & ~holds) | ((own < 0) & (own != UNKNOWN) & holds))
+        if len(wrong):
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has token {wrong[0]} of its response, "
+                f"{responses[tokens][wrong[0]]}, outside of the support that the column 'support' gives it"
+            )
+        ids.append(listed.astype(np.int32))
+        sizes[tokens] = own
+    return np.concatenate(ids), sizes
+
+
+def _per_token_lists(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
+    """[N, K] the column `name`, which has K entries for each response token. Raises ValueError if it has not."""
+    values, found = flat(table, name)
+    tokens = int(offsets[-1])
+    width = len(values) // tokens if tokens else 0
+    if not np.array_equal(found, offsets * width):
+        raise ValueError(f"column {name!r} does not have the same number of entries for each response token")
+    return values.reshape(tokens, width)
 
 
 def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -169,14 +169,7 @@ class Compared:
                         sequence=self.sequence,
                         place_images=place,
                     ).to(self.device)
-                    values, _ = self.policy(
-                        batch.input_ids,
-                        batch.logit_index,
-                        batch.targets,
-                        positions=batch.positions,
-                        packing=batch.packing,
-                        images=batch.images,
-                    )
+                    values = self.policy(**batch.arguments).log_probs
                     found[batch.token_index] = values.double().cpu().numpy()
         finally:
             self.config._attn_implementation = before

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.models.attention import Layout, layout
 from pipeline.models.batch import TokenBatch, TrainBatch, ranges
 from pipeline.models.sequence_parallel import Share
+from pipeline.models.support import Support
 
 
 @dataclass
@@ -68,6 +69,14 @@ class ModelInputs:
     """[N] int64, index of each response token into arrays of `TokenBatch` of length N; stays on the CPU."""
     images: ImageInputs | None
     """The images of the packs; None if the rows have no column of images."""
+    support: Support | None
+    """Supports of the response tokens; None if no row has one."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `Policy.forward` for this pass."""
+        names = ("input_ids", "logit_index", "targets", "positions", "packing", "images", "support")
+        return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with the tensors on `device`."""
@@ -75,7 +84,7 @@ class ModelInputs:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 value = value.to(device, non_blocking=True)
-            moved[name] = value.to(device) if isinstance(value, Layout | ImageInputs) else value
+            moved[name] = value.to(device) if isinstance(value, Layout | ImageInputs | Support) else value
         return type(self)(**moved)
 
 
@@ -90,6 +99,8 @@ class MicroBatch(ModelInputs):
     advantages: Tensor
     returns: Tensor
     ref_log_probs: Tensor | None
+    teacher_top_ids: Tensor | None
+    teacher_top_log_probs: Tensor | None
     values: Tensor | None
     weights: Tensor | None
     token_mask: Tensor | None
@@ -200,6 +211,7 @@ def pack(
         sequences=int(row_number[-1]) + 1 if len(order) else 1,
         token_index=token_index,
         images=images,
+        support=rows.supports(token_index),
     )
 
 

@@ -8,6 +8,7 @@
 4. Nothing is random in training (`repeatable.py`), so that two log-probs of a token differ only if the weights differ.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout
-from pipeline.models.head import LogitRule, own_rows, token_log_probs
+from pipeline.models.head import HeadOutput, LogitRule, TokenLists, own_rows, token_log_probs, top_log_probs
 from pipeline.models.lora import inject, policy_class
 from pipeline.models.mesh import Mesh
 from pipeline.models.packing import ImageInputs
@@ -30,6 +31,7 @@ from pipeline.models.pretrained import (
 )
 from pipeline.models.processor import load_vision
 from pipeline.models.repeatable import few_tokens
+from pipeline.models.support import Support
 from pipeline.models.vision import ImageReader, read
 
 
@@ -66,8 +68,14 @@ class Policy(Pretrained):
         positions: Tensor | None = None,
         packing: Layout | None = None,
         images: ImageInputs | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute log-probs of `targets` under the policy at `temperature`.
+        support: Support | None = None,
+        lists: TokenLists | None = None,
+        top: int = 0,
+    ) -> HeadOutput:
+        """Compute log-probs of `targets` under the policy at `temperature`, and of the tokens in `lists`.
+
+        Log-probs of `targets` are renormalised over their supports. Entropies, and log-probs of `lists`, belong to the
+        whole vocabulary.
 
         Args:
             input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
@@ -80,23 +88,43 @@ class Policy(Pretrained):
             positions: [1, T] int64, positions in each context, if packed.
             packing: layout of the contexts, if packed.
             images: images of the prompts, if packed; None for text.
-
-        Returns:
-            log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
+            support: supports of the targets; None if every target was sampled from the whole vocabulary.
+            lists: further tokens whose log-probs are wanted, for each target.
+            top: number of most likely tokens that are wanted, without gradients.
         """
         share = packing.share if packing else None
         hidden = read(self, input_ids, logit_index, positions, packing, images)
+        wanted = lists
         if share:
             targets = targets.index_select(0, share.own)
+            support = None if support is None else support.select(share.own)
+            wanted = None if lists is None else lists.select(share.own)
+        both, places = TokenLists.joined([None if support is None else support.inside, wanted])
+        left_out = None if support is None else support.outside
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
         (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
         assert weight is not None
-        found = token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part)
-        if share is None:
-            return found
-        log_probs, entropies = (None if values is None else share.join(values, len(logit_index)) for values in found)
-        assert log_probs is not None
-        return log_probs, entropies
+        found = token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part, both, left_out)
+        log_probs, entropies, listed, kept, _ = found
+        of_support, of_lists = (None if listed is None or at is None else listed[at] for at in places)
+        if support is not None:
+            assert of_support is not None and kept is not None
+            log_probs = support.renormalise(log_probs, of_support, kept)
+        if share is not None:
+            log_probs = share.join(log_probs, len(logit_index))
+            entropies = None if entropies is None else share.join(entropies, len(logit_index))
+            if of_lists is not None:
+                assert lists is not None
+                of_lists = replace(share, own=lists.places(share.own)).join(of_lists, len(lists.ids))
+        likeliest = None
+        if top:
+            likeliest = top_log_probs(hidden, weight, bias, rule, chunk_tokens, top, part)
+            if share is not None:
+                likeliest = (
+                    share.join_all(likeliest[0], len(logit_index)),
+                    share.join_all(likeliest[1], len(logit_index)),
+                )
+        return HeadOutput(log_probs, entropies, of_lists, None, likeliest)
 
     @torch.no_grad()
     def sum_pi_squared(
@@ -108,8 +136,9 @@ class Policy(Pretrained):
         positions: Tensor | None = None,
         packing: Layout | None = None,
         images: ImageInputs | None = None,
+        support: Support | None = None,
     ) -> Tensor:
-        """[N] float32, sum over the vocabulary of the squared probabilities at the positions `logit_index`.
+        """[N] float32, sum of the squared probabilities over the support of each position `logit_index`.
 
         Arguments are as in `forward`. The policy must not be sharded.
         """
@@ -117,7 +146,11 @@ class Policy(Pretrained):
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            sums[part] = torch.softmax(self.logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
+            logits = self.logits(hidden[part]) / temperature
+            if support is not None:
+                chosen = torch.arange(start, start + len(logits), device=logits.device)
+                logits = support.select(chosen).cut(logits)
+            sums[part] = torch.softmax(logits, dim=-1).square_().sum(-1)
         return sums
 
     def try_pass(self, device: torch.device) -> None:
@@ -177,20 +210,25 @@ def load_policy(
     return Policy(lm, ImageReader(lm, load_vision(config), config.vision == "trained"))
 
 
-def load_reference(
-    config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None, longest: int | None = None
+def load_frozen(
+    config: ModelConfig,
+    trained: ModelConfig,
+    mesh: Mesh | None = None,
+    longest: int | None = None,
+    key: str = "scoring.reference.path",
 ) -> Policy:
-    """Load the reference policy of `config.path`, in evaluation mode and without gradients.
+    """Load the policy of `config.path`, such as the reference or a teacher, in evaluation mode and without gradients.
 
     Args:
-        config: settings of the reference policy.
+        config: settings of the frozen policy.
         trained: settings of the policy that is trained; both must have vocabularies of the same size.
         mesh, longest: as in `load_lm`.
+        key: configuration key of the path, for errors.
 
     Raises ValueError as `load_policy` does, and if the sizes of the vocabularies differ.
     """
     other = config.path != trained.path
-    policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh, longest)
+    policy = load_policy(config, key if other else "model.path", mesh, longest)
     if other:
         from transformers import AutoConfig
 
@@ -198,9 +236,9 @@ def load_reference(
         sizes = [part.get_text_config().vocab_size for part in (policy.lm.config, begun)]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"scoring.reference.path={config.path} has a vocabulary of {sizes[0]} tokens and "
+                f"{key}={config.path} has a vocabulary of {sizes[0]} tokens and "
                 f"model.path={trained.path} one of {sizes[1]}: their log-probs of a token id cannot be compared; "
-                "name a reference with the policy's vocabulary, such as the model that training began with"
+                "name a model with the policy's vocabulary"
             )
     return policy.eval().requires_grad_(False)
 

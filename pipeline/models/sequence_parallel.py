@@ -54,6 +54,13 @@ class Share:
         joined: Tensor = _Join.apply(values, self.own, count, self.group)
         return joined
 
+    def join_all(self, values: Tensor, count: int) -> Tensor:
+        """[N, K] the values of all ranks, as `join`, for several numbers [n, K] per prediction, without gradients."""
+        joined = values.new_zeros((count, *values.shape[1:]))
+        joined[self.own] = values
+        dist.all_reduce(joined, group=self.group)
+        return joined
+
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange all heads at this rank's positions for some heads at all positions; a collective.
 

@@ -21,8 +21,6 @@ from pipeline.derived import (
 from pipeline.registry import Entry
 from pipeline.train.correction import parse
 
-_ALL_TOKENS = "sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.min_tokens=0)"
-
 
 def problems(config: Config) -> Iterator[str]:
     """Yield one sentence per problem with the algorithm's settings. An unknown estimator is left to the caller."""
@@ -112,28 +110,12 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         ),
         "{model.lora.weight_sync} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set "
         "the first to merged": config.model.lora.alone and uses_policy_scores(config),
-        f"{{algorithm.adv_estimator}} with {_truncation(config)}: the engine's probabilities are renormalised over the "
-        f"tokens it keeps, and the estimator's sums are over the whole vocabulary; {_ALL_TOKENS}": (
-            _truncation(config) and uses_policy_scores(config)
-        ),
     }
-
-
-def _truncation(config: Config) -> str:
-    """Return the settings that restrict sampling to some tokens, as text; empty if all tokens can be sampled."""
-    rollout = config.rollout
-    limits = []
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        limits.append(f"rollout.top_p={rollout.top_p:g} and rollout.top_k={rollout.top_k}")
-    if rollout.min_tokens > 0:
-        # Up to this number, tokens that end a response are not sampled.
-        limits.append(f"rollout.min_tokens={rollout.min_tokens}")
-    return " and ".join(limits)
 
 
 def _loss(config: Config) -> dict[str, object]:
     actor, algorithm, loss = config.actor, config.algorithm, policy_loss(config)
-    options, truncation, pairs = actor.policy_loss, _truncation(config), loss.of_pairs
+    options, pairs = actor.policy_loss, loss.of_pairs
     correction = algorithm.rollout_correction
     try:
         estimator = get_adv_estimator(algorithm.adv_estimator)
@@ -141,7 +123,6 @@ def _loss(config: Config) -> dict[str, object]:
         estimator = Estimator(algorithm.adv_estimator, algorithm.adv_estimator)
     corrects = correction.rollout_rs is not None or correction.rollout_is not in (None, "none")
     low = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
-    renormalised = f"with {truncation}: the engine's log-probs are renormalised over the tokens it keeps"
     return {
         "{actor.policy_loss.kwargs}: no built-in loss reads it; leave it out, or name a loss of your own": (
             options.kwargs and loss.built_in
@@ -163,10 +144,6 @@ def _loss(config: Config) -> dict[str, object]:
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
             actor.clip_low > 1 and loss.clips
         ),
-        f"{{actor.old_log_probs}} {renormalised}, the trainer's are not, so their ratio is not 1 before the first "
-        f"update; set actor.old_log_probs=recompute or {_ALL_TOKENS}": truncation and actor.old_log_probs == "engine",
-        f"{{algorithm.use_kl_in_reward}} {renormalised}, the reference's are not, so even equal policies would have a "
-        f"KL; use actor.use_kl_loss=true instead, or {_ALL_TOKENS}": truncation and algorithm.use_kl_in_reward,
     }
 
 

@@ -27,16 +27,15 @@ def problems(config: Config) -> Iterator[str]:
     others = ", ".join(name for name, other in FACTS.items() if not other.package and name != "sglang")
     instead = f", or set rollout.name={others}" * bool(others)
     readers = " or ".join(name for name, other in FACTS.items() if other.images)
-    truncated = rollout.top_p < 1 or rollout.top_k > 0
+    restricted = [f"{{rollout.{name}}}" for name, used in rollout.restrictions().items() if used]
     seeds = facts.seeds or bool(facts.seeds_with and rollout.engine_kwargs.get(facts.seeds_with))
     table: dict[str, object] = {
         f"{{rollout.name}} needs the package {package}, which is not installed here; install it{instead}": missing,
         "{rollout.seed_per_request} and {rollout.name}: this engine ignores the seeds of requests; set "
         "seed_per_request=false": rollout.seed_per_request and not seeds,
-        "{rollout.top_p} and {rollout.top_k} with {rollout.name}: this engine returns log-probs over the whole "
-        "vocabulary, not over the tokens that it samples from; set top_p=1 and top_k=-1": (
-            truncated and not facts.truncated_log_probs
-        ),
+        f"{' and '.join(restricted)} with {{rollout.name}}: this engine does not return the tokens that it samples "
+        "from, so the trainer could not compute its log-probs; sample from all tokens (top_p=1 top_k=-1 min_p=0 "
+        "min_tokens=0)": restricted and not facts.supports,
         "{rollout.sleep} and {rollout.name}: this engine cannot free its memory while it is idle; set sleep=false": (
             rollout.sleep and not facts.sleep
         ),

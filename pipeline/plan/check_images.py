@@ -7,7 +7,7 @@ from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.derived import reads_reference, uses_critic, uses_images, uses_reward_model
 from pipeline.models.processor import why_not
-from pipeline.plan.models import VISION, ModelFiles, read_model
+from pipeline.plan.models import VISION, ModelFiles, read_model, teacher_paths
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -18,6 +18,7 @@ def problems(config: Config) -> Iterator[str]:
     paths = {"model.path": config.model.path}
     if reads_reference(config):
         paths["scoring.reference.path"] = config.scoring.reference.path
+    paths |= teacher_paths(config)
     if uses_critic(config):
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():

@@ -12,7 +12,15 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.mappings import compose_sections
-from pipeline.derived import chunk_prompts, most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
+from pipeline.derived import (
+    chunk_prompts,
+    most_contexts,
+    needs_whole_rows,
+    scorer_key,
+    scorers,
+    uses_critic,
+    uses_engines,
+)
 from pipeline.plan import (
     check_agent,
     check_algorithm,
@@ -20,6 +28,7 @@ from pipeline.plan import (
     check_images,
     check_offload,
     check_reward,
+    check_teacher,
     models,
     parallel,
 )
@@ -77,6 +86,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
     yield from check_agent.problems(config)
     yield from replay.problems(config)
     yield from check_algorithm.problems(config)
+    yield from check_teacher.problems(config)
     try:
         get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError as error:
@@ -209,7 +219,7 @@ def _batches(config: Config) -> Iterator[str]:
             )
         yield from _episode_in_a_pass(config, name, learner)
     for name, pool in scorers(config).items():
-        passes[f"scoring.{name}.max_token_len={pool.max_token_len}"] = pool.max_token_len
+        passes[f"{scorer_key(name)}.max_token_len={pool.max_token_len}"] = pool.max_token_len
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     for key, longest in passes.items():
         if prompt + response > longest:

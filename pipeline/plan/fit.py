@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pipeline.config import Config
-from pipeline.derived import scorers, uses_engines
+from pipeline.derived import scorer_key, scorers, uses_engines
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, shown
 
@@ -36,8 +36,8 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
         weights, part = memory.scorer_weights.get(name) or 0, pool.num_gpus * gpu.memory
         if pool.num_gpus and weights > FULL * part:
             yield (
-                f"a {name} replica has {shown(weights)} of weights, and scoring.{name}.num_gpus={pool.num_gpus:g} is "
-                f"{shown(part)} of {gpu.words}"
+                f"a {name} replica has {shown(weights)} of weights, and {scorer_key(name)}.num_gpus={pool.num_gpus:g} "
+                f"is {shown(part)} of {gpu.words}"
             )
     together = min(rollout.num_engines, int(1 / rollout.num_gpus)) if 0 < rollout.num_gpus < 1 else 1
     if uses_engines(config) and together > 1 and not shares_gpus(config) and together * engine > limit:

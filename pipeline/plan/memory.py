@@ -1,5 +1,6 @@
 """Estimate the memory of a run from the headers of the models' files, before anything is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -10,11 +11,15 @@ from pipeline.config.learner import FSDPConfig, OptimConfig
 from pipeline.config.model import LoraConfig
 from pipeline.derived import (
     most_contexts,
+    reads_teacher,
     scorers,
     scoring_model,
     shards_reference,
+    shards_teacher,
+    teachers,
     uses_baselines,
     uses_critic,
+    uses_distillation,
     uses_images,
     uses_policy_scores,
     uses_reference,
@@ -121,6 +126,8 @@ class Models:
     """The critic's model, with a value head instead of a language-model head."""
     reference: ModelFiles | None
     reward: ModelFiles | None
+    teachers: Mapping[str, ModelFiles | None] = field(default_factory=dict)
+    """The teachers by the names of their stages; `teacher` also for one in the train workers."""
 
 
 def read_models(config: Config) -> Models | None:
@@ -138,6 +145,8 @@ def read_models(config: Config) -> Models | None:
         critic=valued and valued.with_value_head(),
         reference=_with_weights(reference) if reference else policy,
         reward=_with_weights(config.reward.model.path),
+        teachers={"teacher": _with_weights(config.teacher.path)}
+        | {name: _with_weights(next(iter(pool.values())).path) for name, pool in teachers(config).items()},
     )
 
 
@@ -162,6 +171,7 @@ def estimate(config: Config, models: Models) -> Memory:
         "reference": None if reference is None else reference.parameters,
         "value": None if critic is None else critic.parameters,
         "policy": model.parameters,
+        **{name: None if teacher is None else teacher.parameters for name, teacher in models.teachers.items()},
     }
     scorer_weights: dict[str, int | None] = {}
     for name, scorer in scorers(config).items():
@@ -175,6 +185,10 @@ def estimate(config: Config, models: Models) -> Memory:
         gpu = config.trainer.use_gpu
         dtype = scoring_model(config.model, config.scoring.reference, config.actor.fsdp, gpu=gpu).dtype
         train_reference = None if reference is None else reference.parameters * BYTES[dtype] // workers
+    if shards_teacher(config) and train_reference is not None:
+        dtype = scoring_model(config.model, config.teacher, config.actor.fsdp, gpu=config.trainer.use_gpu).dtype
+        teacher = models.teachers["teacher"]
+        train_reference = None if teacher is None else train_reference + teacher.parameters * BYTES[dtype] // workers
     return Memory(
         parameters=model.parameters,
         train_weights=of_actor[0],
@@ -198,7 +212,7 @@ def estimate(config: Config, models: Models) -> Memory:
         train_activations=activations - kept,
         train_kept=kept,
         train_reference=train_reference,
-        reference_offload=config.scoring.reference.offload,
+        reference_offload=config.scoring.reference.offload or config.teacher.offload,
     )
 
 
@@ -306,10 +320,15 @@ def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
     return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)
 
 
+SUPPORTS = ("support", "support_sizes")
+"""Columns that are null unless sampling is restricted."""
+
+
 def _row_bytes(config: Config) -> int:
     written = [
         (True, rows.ROLLOUT),
         (uses_reference(config), rows.REFERENCE),
+        (reads_teacher(config), rows.TEACHER),
         (uses_critic(config), rows.VALUE),
         (uses_policy_scores(config), rows.POLICY),
         (True, rows.ADVANTAGE),
@@ -318,8 +337,16 @@ def _row_bytes(config: Config) -> int:
         column.type.value_type.bit_width // 8
         for used, columns in written
         for column in columns
-        if used and pa.types.is_list(column.type) and column.type != rows.RUNS
+        if used and pa.types.is_list(column.type) and column.type != rows.RUNS and column.name not in SUPPORTS
     )
+    if uses_distillation(config):
+        per_token += 8 * config.actor.distill_top_k
+    restricted, most = config.rollout.restrictions(), config.rollout.max_support
+    if any(restricted.values()):
+        # A number for each token and, with `min_tokens`, the few tokens that are left out.
+        per_token += 4
+    if restricted["top_p"] or restricted["top_k"] or restricted["min_p"]:
+        per_token += 4 * (min(config.rollout.top_k, most) if restricted["top_k"] else most)
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompts = most_contexts(config)
     images = uses_images(config) * config.data.max_image_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
-from pipeline.derived import reads_reference, uses_critic, uses_images
+from pipeline.derived import reads_reference, reads_teacher, uses_critic, uses_images
 from pipeline.models import adapter, weight_files
 from pipeline.models.architecture import most_positions
 
@@ -194,6 +194,13 @@ def not_causal(model: ModelFiles) -> str | None:
     return "a model with an encoder" if model.config.get("is_encoder_decoder") is True else None
 
 
+def teacher_paths(config: Config) -> dict[str, str]:
+    """Return the paths of the run's teachers, by their settings."""
+    declared = config.teacher.declared() if reads_teacher(config) else {}
+    named = {"teacher.path" if name is None else f"teacher.named.{name}.path": one for name, one in declared.items()}
+    return {key: one.path for key, one in named.items() if one.path}
+
+
 def problems(config: Config) -> Iterator[str]:
     """Yield one sentence per problem with the run's models, such as a missing folder or rows that are too long."""
     if not config.model.path:
@@ -204,6 +211,8 @@ def problems(config: Config) -> Iterator[str]:
         used["critic.path"] = config.critic.path
     if reads_reference(config):
         used["scoring.reference.path"] = config.scoring.reference.path
+    frozen = teacher_paths(config)
+    used |= frozen
     used["reward.model.path"] = config.reward.model.path
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     sizes, images = {}, uses_images(config)
@@ -223,7 +232,7 @@ def problems(config: Config) -> Iterator[str]:
             continue
         if towers := [part for part in TOWERS if model.config.get(part) and not (images and part == VISION)]:
             yield f"{key}={path} has {towers[0]} in its config.json; only models of text can be trained"
-        if key in ("model.path", "scoring.reference.path") and (other := not_causal(model)):
+        if key in ("model.path", "scoring.reference.path", *frozen) and (other := not_causal(model)):
             yield f"{key}={path} is {other} by its config.json; give a causal language model"
         sizes[key] = model.config.get("vocab_size")
         longest = most_positions(model.config)
@@ -232,12 +241,14 @@ def problems(config: Config) -> Iterator[str]:
                 f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response} "
                 f"tokens, more than the {longest[0]} of the model {key}={path} ({longest[1]}); shorten one"
             )
-    own, theirs = sizes.get("model.path"), sizes.get("scoring.reference.path")
-    if own is not None and theirs is not None and own != theirs:
-        yield (
-            f"scoring.reference.path={used['scoring.reference.path']} has a vocabulary of {theirs} tokens and "
-            f"model.path={config.model.path} one of {own}, so their log-probs of a token cannot be compared"
-        )
+    own = sizes.get("model.path")
+    for key in ("scoring.reference.path", *frozen):
+        theirs = sizes.get(key)
+        if own is not None and theirs is not None and own != theirs:
+            yield (
+                f"{key}={used[key]} has a vocabulary of {theirs} tokens and model.path={config.model.path} one of "
+                f"{own}, so their log-probs of a token cannot be compared"
+            )
     tokenizer = Path(config.model.tokenizer_path or config.model.path)
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
         key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.derived import shards_reference, uses_critic, uses_engines
+from pipeline.derived import shards_reference, shards_teacher, uses_critic, uses_engines
 from pipeline.errors import short_reason
 from pipeline.models.architecture import why_padded
 from pipeline.plan.models import ModelFiles, read_model
@@ -42,6 +42,7 @@ def problems(config: Config) -> Iterator[str]:
         "model.path": config.model.path,
         "critic.path": config.critic.path if uses_critic(config) else None,
         "scoring.reference.path": config.scoring.reference.path if shards_reference(config) else None,
+        "teacher.path": config.teacher.path if shards_teacher(config) else None,
     }
     for key, path in divided.items():
         # Damaged folders are reported with all models of the run.

@@ -4,6 +4,7 @@
 torch, Ray and vLLM are not imported.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from pipeline.config.learner import OptimConfig
 from pipeline.derived import (
     UpdateShape,
     chunk_prompts,
+    scorer_key,
     scorers,
     uses_agent,
     uses_baselines,
@@ -125,7 +127,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None, 
         iterations=iterations,
         train_rows=train_rows,
         stages=tuple(
-            replace(stage, labels=stage.labels or trainer.placed(stage.name.split(",")[0]) or {})
+            replace(stage, labels=stage.labels or trainer.placed(re.split("[,.]", stage.name)[0]) or {})
             for stage in _stages(config)
         ),
         memory=memory,
@@ -167,7 +169,8 @@ def _stages(config: Config) -> Iterator[Stage]:
     if uses_filter(config):
         yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""), labels=with_prompts)
     for name, pool in scorers(config).items():
-        keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
+        key = scorer_key(name)
+        keys = (f"{key}.num_workers", f"{key}.num_cpus", f"{key}.num_gpus")
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
     keys = ("trainer.num_workers", "trainer.cpus_per_worker", "trainer.gpus_per_worker")
     yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, trainer.gpus, keys)

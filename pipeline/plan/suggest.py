@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import value_of
-from pipeline.derived import MOST_PROMPTS, scorers, uses_critic, uses_engines, whole_chunk
+from pipeline.derived import MOST_PROMPTS, scorer_key, scorers, uses_critic, uses_engines, whole_chunk
 from pipeline.plan.checks import check
 from pipeline.plan.fit import FULL, too_large
 from pipeline.plan.gpus import GIB, PER_NODE, Gpu
@@ -103,7 +103,7 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
     settings = suggest(config, models, gpus, gpu)
     if settings is None:
         taken = _of_replicas(config)
-        pools = ", ".join(f"scoring.{key}" for key, pool in scorers(config).items() if pool.num_gpus)
+        pools = ", ".join(scorer_key(key) for key, pool in scorers(config).items() if pool.num_gpus)
         replicas = f"the {taken} GPUs of replicas ({pools})"
         if taken >= gpus:
             return name, f"nothing: {replicas} leave none to train; lower their num_workers, or take more GPUs"

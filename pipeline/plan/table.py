@@ -8,12 +8,15 @@ from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
     reads_reference,
+    reads_teacher,
     reference_is_base,
     rollout_correction,
     shards_reference,
+    shards_teacher,
     trains_beside_reference,
     uses_agent,
     uses_critic,
+    uses_distillation,
     uses_engines,
     uses_pairs,
     why_not_streamed,
@@ -115,6 +118,8 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield f"correction {name}={mode}"
     if uses_critic(config):
         yield f"a critic from {config.critic.path or config.model.path}"
+    if reads_teacher(config):
+        yield from _teachers(config)
     if reads_reference(config):
         places = {
             "reward": config.algorithm.use_kl_in_reward,
@@ -125,6 +130,21 @@ def _algorithm(config: Config) -> Iterator[str]:
         by = ", computed by the train workers" if trains_beside_reference(config) else ""
         without = " without adapters" if reference_is_base(config) else ""
         yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}{by}{without}"
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    """Yield lines of text on the teachers, and what is learnt from them."""
+    actor = config.actor
+    learnt = [f"advantages x {config.algorithm.teacher_coef:g}"] if config.algorithm.teacher_coef else []
+    if uses_distillation(config):
+        learnt.append(
+            f"loss over {actor.distill_top_k} tokens x {actor.distill_coef:g} (distill_beta={actor.distill_beta:g})"
+        )
+    for name, teacher in config.teacher.declared().items():
+        rows = f" for {config.teacher.by} {', '.join(teacher.sources or [name])}" if name else ""
+        adapter = f" with {teacher.adapter}" if teacher.adapter else ""
+        where = ", in the train workers" if shards_teacher(config) else ""
+        yield f"teacher {teacher.url or teacher.path}{adapter}{rows}{where}: {' and '.join(learnt)}"
 
 
 def _overlap(config: Config) -> Iterator[str]:

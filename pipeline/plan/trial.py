@@ -29,6 +29,7 @@ from pipeline.models.reward_model import load_reward_model
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.tokenizer_fit import check_vocabulary, vocabulary
 from pipeline.models.value import ValueModel
+from pipeline.plan.models import teacher_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,6 +196,10 @@ def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bo
         found.append(("critic.path", replace(model, path=config.critic.path, lora=lora), _load_critic))
     if trained and reads_reference(config) and config.scoring.reference.path:
         found.append(("scoring.reference.path", replace(plain, path=config.scoring.reference.path), load_policy))
+    for key, path in (teacher_paths(config) if trained else {}).items():
+        one = replace(plain, path=path)
+        yield from try_same_tokens(tokenizer, one, key)
+        found.append((key, one, load_policy))
     for key, one, load in found:
         yield from try_tokenizer(tokenizer, one, key, source)
         if trained:
@@ -224,6 +229,25 @@ def try_tokenizer(
     source = source or model.tokenizer_path or model.path
     if note := check_vocabulary(tokenizer, source, vocabulary(model), f"{key}={model.path}"):
         yield note
+
+
+def try_same_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: ModelConfig, key: str) -> Iterator[str]:
+    """Compare the policy's tokenizer with a teacher's; yield a note if the teacher has none.
+
+    Raises ValueError if an id is another token of the teacher's.
+    """
+    try:
+        theirs = load_tokenizer(replace(teacher, tokenizer_path=None), needs_chat_template=False, key=key).get_vocab()
+    except ValueError as error:
+        yield f"{error}; it is assumed that its tokens are the policy's"
+        return
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            other = next((name for name, place in theirs.items() if place == number), "no token")
+            raise ValueError(
+                f"{key}={teacher.path} has another tokenizer than the policy: token {number} is {other!r} there and "
+                f"{token!r} here, so their log-probs cannot be compared; name a teacher with the policy's tokenizer"
+            )
 
 
 def _try_engine_model(model: ModelConfig, key: str, facts: EngineFacts) -> Iterator[str]:

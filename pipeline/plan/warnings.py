@@ -10,6 +10,7 @@ from pipeline.derived import (
     policy_loss,
     reads_reference,
     rollout_correction,
+    scorer_key,
     scorers,
     uses_agent,
     uses_critic,
@@ -91,7 +92,9 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
         ),
     }
     for name, pool in scorers(config).items():
-        sentence = f"{{scoring.{name}.num_gpus}}: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs"
+        sentence = (
+            f"{scorer_key(name)}.num_gpus=0: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs"
+        )
         table[f"{sentence} each, which the run will wait for"] = rollout.num_gpus > 0 and pool.num_gpus == 0
     return table
 
@@ -164,10 +167,6 @@ def _stale(config: Config) -> dict[str, object]:
         f"{{actor.old_log_probs}} with {{algorithm.max_staleness}}: the clip range lies around a policy up to "
         f"{staleness} versions old, and holds the new one near it; recompute clips around the newest": (
             staleness > 1 and config.actor.old_log_probs == "engine" and own_ratio
-        ),
-        "{rollout.top_p} and {rollout.top_k} with {algorithm.max_staleness}: the engine's log-probs are renormalised "
-        "over the tokens it keeps, the trainer's are not, so weights are below 1 even if the policies agree": (
-            settings.rollout_is != "none" and (rollout.top_p < 1 or rollout.top_k > 0)
         ),
         f"{{algorithm.max_staleness}}: the critic's values are of a version up to {staleness} older than the critic "
         "that trains on them (training/value_staleness); lower critic.optim.lr if its loss swings": uses_critic(config),

@@ -120,6 +120,8 @@ class PromptEncoder:
         if self.limits is not None:
             self.limits.check(extra_info)
             self.limits.check_agent(values.get("agent_name"))
+            if self.limits.teachers is not None:
+                self.limits.teachers.check(source, values.get("agent_name"), extra_info)
             if begun_answer(messages) is not None:
                 self.limits.check_asks(values.get("agent_name"))
             # The ground truth is checked in the form in which the reward function will get it.

@@ -23,7 +23,7 @@ from pipeline.train.correction import parse
 
 _READ = (
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "recorded_*")),
-    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "chunk_prompts", "dtype")),
+    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "chunk_prompts", "dtype")),
     *(f"agent.{key}" for key in ("environment", "tools", "program", "command", "reward", "named")),
 )
 """Keys of `data`, `rollout` and `agent` that a replay reads."""
@@ -190,7 +190,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         recorded: settings of the recorded run.
     """
     run_dir = config.data.recorded_run
-    for name in ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"):
+    for name in (f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p")):
         was, now = value_of(recorded, name), value_of(config, name)
         if was != now:
             yield (

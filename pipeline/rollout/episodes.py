@@ -77,13 +77,16 @@ class Episodes:
             await agent.close()
         await self._endpoint.close()
 
-    async def run(self, table: pa.Table, settings: list[list[Sampling]], lease: Lease) -> list[Episode]:
+    async def run(
+        self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, with_support: bool = False
+    ) -> list[Episode]:
         """Run the episodes of a chunk; returns them prompt by prompt.
 
         Args:
             table: the prompts.
             settings: sampling settings, one list for each prompt with one entry for each episode.
             lease: lease of the engine, which keeps its weights from changing between two turns.
+            with_support: true if the engine returns the tokens from which each token was sampled.
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
         shown = [()] * len(table) if self._vision is None else table["images"].to_pylist()
@@ -99,7 +102,7 @@ class Episodes:
             for sample, sampling in enumerate(samples):
                 name = f"{self._seed}/{uid}/{sample}"
                 game = seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
-                ask = self._policy(sampling, name, lease)
+                ask = self._policy(sampling, name, lease, with_support)
                 tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask, images or ())))
         try:
             return await asyncio.gather(*tasks)
@@ -122,12 +125,12 @@ class Episodes:
             spent = played.numbers["episode_s"]
             return await episode.run(row, agent.open(row, seed, sampling), *settings, spent, pictures)
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease, with_support: bool) -> Ask:
         async def ask(ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
             drawn = self._seed_requests and sampling.temperature > 0
             seed = seed_of(f"{name}/{turn}") if drawn else None
             limited = replace(sampling, max_tokens=most)
-            request = EngineRequest(ids, limited, seed, tuple(self._ends), images=images)
+            request = EngineRequest(ids, limited, seed, tuple(self._ends), images=images, with_support=with_support)
             future = self._engine.submit([request], lease=lease)
             try:
                 (generation,) = await asyncio.wrap_future(future)

@@ -56,7 +56,6 @@ from pipeline.weights.load import checksum
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 """Names of error classes after which an engine cannot generate any more, although its thread still runs."""
 
-
 BEAT_S = 15.0
 """Seconds between two reports that the engine generates."""
 
@@ -221,7 +220,7 @@ class Rollout:
         greedy = training and self._greedy
         settings = [[own] * self._samples(training) + [own.greedy()] * greedy for own in self._sampling(table)]
         try:
-            run = episodes.run(table, settings, lease)
+            run = episodes.run(table, settings, lease, training)
             return await self._within(self._deadlines.chunk, run, what, "trainer.deadlines.chunk")
         finally:
             self.engine.give_back(lease)
@@ -245,6 +244,7 @@ class Rollout:
             ignore_eos=self._rollout.ignore_eos,
             greedy=training and self._greedy,
             images=prompt_images(table),
+            with_support=training,
         )
 
     def _samples(self, training: bool) -> int:
@@ -352,7 +352,6 @@ class Rollout:
         log_probs = np.concatenate([g.log_probs for g in generations])
         runs = np.array([run for g in generations for run in g.version_runs], dtype=np.int64).reshape(-1, 2)
         run_offsets = np.cumsum([0, *(len(g.version_runs) for g in generations)])
-        count = len(table)
         mask = np.ones(len(tokens), np.int8) if mask is None else mask
         return rows.append(
             table,
@@ -362,13 +361,15 @@ class Rollout:
                 "response_ids": rows.ragged(tokens, offsets, rows.INTS),
                 "response_mask": rows.ragged(mask, offsets, pa.list_(pa.int8())),
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
+                "support": [g.support and g.support[0] for g in generations],
+                "support_sizes": [g.support and g.support[1] for g in generations],
                 "response": texts,
                 "finish_reason": [g.finish_reason for g in generations],
                 "policy_version": [min(version for version, _ in g.version_runs) for g in generations],
                 "version_runs": rows.version_runs(runs[:, 0], runs[:, 1], run_offsets),
-                "engine": pa.repeat(pa.scalar(self.name), count),
-                "generate_s": np.full(count, generate_s, np.float32),
-                "load_s": np.full(count, load_s, np.float32),
+                "engine": pa.repeat(pa.scalar(self.name), len(table)),
+                "generate_s": np.full(len(table), generate_s, np.float32),
+                "load_s": np.full(len(table), load_s, np.float32),
             },
         )
 

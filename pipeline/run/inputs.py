@@ -21,7 +21,7 @@ from pipeline.config import Config, to_flat
 from pipeline.config.agent import AgentConfig
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import value_of
-from pipeline.config.supervised import SupervisedConfig
+from pipeline.config.supervised import SFTConfig, SupervisedConfig
 from pipeline.imports import split
 from pipeline.prompts.files import find
 from pipeline.replay.recording import iteration_range
@@ -32,7 +32,7 @@ from pipeline.track.trajectories import recorded_files
 
 MODELS = (
     *("model.path", "model.tokenizer_path", "model.lora.path", "critic.path"),
-    *("scoring.reference.path", "reward.model.path"),
+    *("scoring.reference.path", "reward.model.path", "teacher.path", "teacher.adapter"),
 )
 UNREAD = (".md", ".png", ".jpg", ".pdf", ".log")
 """Suffixes of files in a model's folder that no code reads."""
@@ -53,6 +53,10 @@ def fingerprints(config: Config) -> Fingerprints:
         ValueError, OSError: prompt files are missing, or a file cannot be read.
     """
     models = {key: found for key in MODELS if (path := value_of(config, key)) and (found := model_marks(path))}
+    for name, teacher in config.teacher.named.items():
+        for key in ("path", "adapter"):
+            if (path := teacher.get(key)) and (found := model_marks(path)):
+                models[f"teacher.named.{name}.{key}"] = found
     code = {key: found for key, files in code_files(config) if (found := marks(files))}
     return Fingerprints(models, prompt_marks(config), code, stamp())
 
@@ -66,7 +70,8 @@ def supervised_fingerprints(config: SupervisedConfig) -> Fingerprints:
     Raises:
         ValueError, OSError: training files are missing, or a file cannot be read.
     """
-    of_model = ((key, value_of(config, key)) for key in MODELS if key.startswith("model."))
+    taught = ["teacher.path"] if isinstance(config, SFTConfig) else []
+    of_model = ((key, value_of(config, key)) for key in [*MODELS, *taught] if key.startswith("model.") or key in taught)
     models = {key: found for key, path in of_model if path and (found := model_marks(path))}
     code = {}
     if isinstance(config, DPOConfig) and all(split(config.loss.type)):

@@ -62,4 +62,5 @@ class PolicyScore:
             batch.positions,
             batch.packing,
             batch.images,
+            batch.support,
         )

@@ -8,7 +8,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ReferenceConfig
 from pipeline.derived import scoring_model
 from pipeline.models.packing import ModelInputs
-from pipeline.models.policy import Policy, load_reference
+from pipeline.models.policy import Policy, load_frozen
 from pipeline.rows import REFERENCE, append
 from pipeline.scoring.replica import Replica
 from pipeline.store.client import StoreClient
@@ -37,7 +37,7 @@ class Reference:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         reference = scoring_model(model, scorer, actor.fsdp, scorer.path)
         self._replica = Replica(
-            lambda: load_reference(reference, model, longest=longest),
+            lambda: load_frozen(reference, model, longest=longest),
             scorer,
             "reference",
             model.share_prompts,
@@ -50,13 +50,7 @@ class Reference:
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
     def _log_probs(self, policy: Policy, batch: ModelInputs) -> Tensor:
-        return policy(
-            batch.input_ids,
-            batch.logit_index,
-            batch.targets,
-            self._temperature,
-            self._chunk_tokens,
-            positions=batch.positions,
-            packing=batch.packing,
-            images=batch.images,
-        )[0]
+        found: Tensor = policy(
+            **batch.arguments, temperature=self._temperature, chunk_tokens=self._chunk_tokens
+        ).log_probs
+        return found

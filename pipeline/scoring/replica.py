@@ -9,7 +9,7 @@ Rows pass through the model in micro-batches, as in the trainer (`pipeline/model
 gets depends only on the token's context (`pipeline/models/contexts.py`), not on other rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.derived import scorer_key
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
@@ -42,7 +43,7 @@ class Replica(Generic[M]):
     Args:
         load: builds the model on the CPU.
         scorer: settings: device, threads, and the size of a forward pass.
-        name: name of the scoring stage, as in `scoring.<name>`.
+        name: name of the pool, a key of `derived.scorers`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
         store: the policy store, from which the result of the handshake comes, and to which notes on the model are
             posted; None in an evaluation.
@@ -82,7 +83,6 @@ class Replica(Generic[M]):
         if change is not None and type(decoder).__name__ == change.decoder:
             self.passes = self.passes.taking(change.way, self.module)
 
-    @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
         """Compute one number for each response token.
 
@@ -97,24 +97,41 @@ class Replica(Generic[M]):
         Raises:
             ValueError: as `unfold`, or a context has more tokens than a forward pass may have.
         """
-        self.settle()
         rows = TokenBatch.from_table(table)
+        numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
+        self.fill(rows, lambda module, batch: (forward(module, batch),), (numbers,))
+        return ragged(numbers, rows.row_offsets, FLOATS)
+
+    @torch.no_grad()
+    def fill(
+        self, rows: TokenBatch, forward: Callable[[M, ModelInputs], Sequence[Tensor]], into: Sequence[np.ndarray]
+    ) -> None:
+        """Compute several numbers for each of N response tokens.
+
+        Args:
+            rows: the rows.
+            forward: runs the model on one micro-batch, and returns one tensor [n, ...] for each array of `into`.
+            into: arrays [N, ...] for the results.
+
+        Raises ValueError as `score` does.
+        """
+        self.settle()
         longest = max(rows.lengths, default=0)
         if longest > self.max_token_len:
             row = rows.rows_of(np.array(rows.lengths.index(longest)))
             raise ValueError(
                 f"row {row} has {longest} tokens (prompt + response), more than the "
-                f"{self.max_token_len} of one forward pass; raise scoring.{self.name}.max_token_len to at least "
+                f"{self.max_token_len} of one forward pass; raise {scorer_key(self.name)}.max_token_len to at least "
                 f"{longest}"
             )
-        numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
         packs, _ = pack_rows(rows, range(len(rows)), self.max_token_len, self.passes.shared, whole=False)
         packed, reader = self.passes.packed, getattr(self.module, "image_reader", None)
         place = reader and reader.place
         for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len, packed=packed):
             batch = pack(rows, [packs[i] for i in part], packed=packed, place_images=place).to(self.device)
-            numbers[batch.token_index] = forward(self.module, batch).float().cpu().numpy()
-        return ragged(numbers, rows.row_offsets, FLOATS)
+            for array, values in zip(into, forward(self.module, batch), strict=True):
+                numbers = values.float() if values.is_floating_point() else values
+                array[batch.token_index] = numbers.cpu().numpy()
 
 
 class StoreWeights:

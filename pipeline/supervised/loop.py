@@ -47,6 +47,7 @@ from pipeline.train import ranks
 from pipeline.train.checkpoint import NotStored, Saver, staging
 from pipeline.train.feed import TimedIterator
 from pipeline.train.optim import build_optimizer, build_scheduler
+from pipeline.train.reference import ShardedReference
 from pipeline.train.restore import restore_own
 
 C = TypeVar("C", bound=SupervisedConfig)
@@ -100,12 +101,14 @@ class SupervisedLoop(ABC, Generic[C]):
         encoder: class of the encoder that turns rows of files into rows of tokens.
         measured: names of the metrics whose sums `sums` returns; the first one is the loss.
         packed: whether rows lie end to end in a micro-batch, without padding.
+        teacher: frozen model that sees the same micro-batches, which `load` may set; None without one.
         first_pass: whether the worker reads the rows of one epoch before training, from the data set `first_pass`.
     """
 
     encoder: ClassVar[type[RowEncoder[Any]]]
     measured: ClassVar[tuple[str, ...]]
     first_pass: ClassVar[bool] = False
+    teacher: ShardedReference | None = None
 
     def __init__(self, settings: WorkerSettings[C]) -> None:
         self.settings = settings
@@ -122,7 +125,8 @@ class SupervisedLoop(ABC, Generic[C]):
         self.mesh = make_mesh(self.device)
         model = self.load()
         passes = Passes.of(model, "never")
-        self.packed, self.notes = passes.packed, passes.notes
+        both = self.teacher is None or self.teacher.passes.packed
+        self.packed, self.notes = passes.packed and both, passes.notes
         self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
         check_repeatable(self.model, self.device)
         self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from pipeline.config import Config, ConfigError
-from pipeline.config.supervised import SupervisedConfig
+from pipeline.config.scoring import TRAIN_WORKERS
+from pipeline.config.supervised import SFTConfig, SupervisedConfig
 from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu
 from pipeline.plan.host import PROCESS, RAY, machine_memory
 from pipeline.plan.memory import Memory, Models, estimate, pass_tokens, shown
@@ -39,6 +40,13 @@ class SupervisedPlan:
         table.add_column()
         size = f", {count_words(memory.parameters)} parameters" if memory else ""
         table.add_row("model", f"{config.model.path}{size}")
+        if isinstance(config, SFTConfig) and config.teacher.path:
+            taught = config.teacher
+            table.add_row(
+                "teacher",
+                f"{taught.path}, {taught.weight:.0%} of the loss, over {taught.distill_top_k} tokens "
+                f"(distill_beta={taught.distill_beta:g})",
+            )
         if rank := config.model.lora.rank:
             trained = f" with {count_words(memory.adapter)} parameters" if memory else ""
             table.add_row("adapters", f"LoRA of rank {rank}{trained}")
@@ -110,7 +118,8 @@ def plan(
         )
     val_rows = min(val_rows, limit) if limit >= 0 else val_rows
     alike = _alike(config, sides)
-    memory, tokens = _memory(alike, causal), pass_tokens(alike)
+    teacher = config.teacher.path if isinstance(config, SFTConfig) else None
+    memory, tokens = _memory(alike, causal, teacher), pass_tokens(alike)
     return SupervisedPlan(config, rows, val_rows, steps, -(-steps * batch // rows), memory, tokens)
 
 
@@ -127,9 +136,12 @@ def _alike(config: SupervisedConfig, sides: int) -> Config:
     return alike
 
 
-def _memory(alike: Config, causal: bool) -> Memory | None:
+def _memory(alike: Config, causal: bool, teacher: str | None) -> Memory | None:
     model = read_model(alike.model.path)
     if model is None or not model.parameters:
         return None
     policy = model if causal else model.with_value_head()
-    return estimate(alike, Models(policy, critic=None, reference=policy, reward=None))
+    if teacher is not None:
+        alike.teacher.path, alike.teacher.placement, alike.actor.distill_coef = teacher, TRAIN_WORKERS, 1.0
+    taught = {"teacher": read_model(teacher)}
+    return estimate(alike, Models(policy, critic=None, reference=policy, reward=None, teachers=taught))

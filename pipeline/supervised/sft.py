@@ -18,11 +18,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from torch import Tensor
 
 from pipeline.cells import values
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.conversations import may_be_messages, read_messages, read_tools, with_images
+from pipeline.derived import frozen_model
+from pipeline.losses.distill import distill_loss
+from pipeline.models.head import TokenLists
 from pipeline.models.packing import ModelInputs, PlaceImages, lay_out
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.special_tokens import Spellings
@@ -31,6 +35,7 @@ from pipeline.prompts.images import read_images
 from pipeline.rows import BINARIES, INTS
 from pipeline.supervised.data import RowEncoder, RowGroup, lists
 from pipeline.supervised.loop import SupervisedLoop
+from pipeline.train.reference import ShardedReference
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
 """Columns of an encoded conversation: two lists of equal length. The mask is 1 for tokens that train."""
@@ -237,7 +242,14 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
     measured = ("loss",)
 
     def load(self) -> Policy:
-        return load_policy(self.config.model, mesh=self.mesh, longest=self.config.data.max_length)
+        config, longest = self.config, self.config.data.max_length
+        policy = load_policy(config.model, mesh=self.mesh, longest=longest)
+        if config.teacher.path is not None:
+            gpu = self.device.type == "cuda"
+            model = frozen_model(config.model, config.teacher.dtype, config.fsdp, config.teacher.path, gpu)
+            where = self.device, self.mesh, config.teacher.offload
+            self.teacher = ShardedReference.load(model, config.model, *where, longest, "teacher.path")
+        return policy
 
     def count(self, table: pa.Table) -> int:
         return sum(int(mask[1:].sum()) for mask in lists(table["loss_mask"]))
@@ -248,9 +260,17 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
         reader = self.model.image_reader
         batch, places, targets = collate(table, index, self.packed, reader and reader.place)
-        batch = batch.to(self.device)
-        chunk = self.config.trainer.logits_chunk_tokens
-        where = {"positions": batch.positions, "packing": batch.packing, "images": batch.images}
-        return -self.model(
-            batch.input_ids, places.to(self.device), targets.to(self.device), chunk_tokens=chunk, **where
-        )[0].sum(dim=0, keepdim=True)
+        given = batch.to(self.device).arguments | {
+            "logit_index": places.to(self.device),
+            "targets": targets.to(self.device),
+            "chunk_tokens": self.config.trainer.logits_chunk_tokens,
+        }
+        if self.teacher is None:
+            return -self.model(**given).log_probs.sum(dim=0, keepdim=True)
+        settings = self.config.teacher
+        with torch.no_grad():
+            ids, teacher = self.teacher.module(**given, top=settings.distill_top_k).top
+        found = self.model(**given, lists=TokenLists.of(ids))
+        divergence = distill_loss(found.listed.view_as(teacher), teacher, settings.distill_beta).sum()
+        loss = settings.weight * divergence - (1 - settings.weight) * found.log_probs.sum()
+        return loss[None]

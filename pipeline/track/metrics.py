@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.rows import flat, loss_mask, policy_tokens, token_versions
+from pipeline.rows import UNKNOWN, flat, loss_mask, policy_tokens, token_versions
 from pipeline.stats import Stat, Stats, deviations, mean, summary
 from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
@@ -69,6 +69,12 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
     }
     if _has(table, "version_runs"):
         stats |= _token_ages(table, np.repeat(trained_version, np.diff(offsets)))
+    if _has(table, "support_sizes"):
+        own = table["support_sizes"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        stats["rollout/support_unknown"] = mean((own == UNKNOWN).sum(), int(policy_tokens(table).sum()))
+    if _has(table, "teacher_log_probs"):
+        engine, teacher = (flat(table, name)[0][chosen] for name in ("rollout_log_probs", "teacher_log_probs"))
+        stats["teacher/kl"] = mean((engine - teacher).sum(), len(engine))
     if _has(table, "values"):
         stats |= summary(flat(table, "values")[0][chosen], "critic/values")
     if _has(table, "baseline"):

@@ -9,6 +9,8 @@ Rows whose advantages are all 0 (in groups of equal rewards) add nothing to most
 If the loss allows it, they skip the forward and backward pass; the optimiser step is the same.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.greeting import Way
-from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
+from pipeline.losses import Candidates, LossInput, checked, distill_loss, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.head import HeadOutput, TokenLists
 from pipeline.models.lora import without_adapters
 from pipeline.models.mesh import Mesh
 from pipeline.models.packing import MicroBatch
@@ -42,6 +45,8 @@ class Actor(Learner):
         guards_gap: whether `trainer.max_log_prob_gap` is set.
         own_reference: whether the actor computes the reference's log-probs; else the rows of the stream have them.
         reference: the reference model for `own_reference`; None for the policy with its adapters switched off.
+        teacher: the teacher in the train workers; None if the rows of the stream have its log-probs, or need none.
+        teacher_coef: `algorithm.teacher_coef`, for that teacher.
     """
 
     module: Policy
@@ -61,6 +66,8 @@ class Actor(Learner):
         guards_gap: bool = False,
         own_reference: bool = False,
         reference: ShardedReference | None = None,
+        teacher: ShardedReference | None = None,
+        teacher_coef: float = 0.0,
     ):
         policy = load_policy(model, mesh=mesh, longest=shape.longest)
         super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
@@ -71,9 +78,9 @@ class Actor(Learner):
         self.correction = parse(correction)
         self.guards_gap = guards_gap
         self.own_reference, self.reference = own_reference, reference
-        self.skips_without_advantage = self.loss.of_pairs or (
-            self.loss.zero_without_advantage and not config.entropy_coeff and not config.use_kl_loss
-        )
+        self.teacher, self.teacher_coef = teacher, teacher_coef
+        further = config.entropy_coeff or config.use_kl_loss or config.distill_coef
+        self.skips_without_advantage = self.loss.of_pairs or (self.loss.zero_without_advantage and not further)
         self.in_one_pass = (
             self.needs_old_log_probs
             and shape.steps == 1
@@ -89,13 +96,15 @@ class Actor(Learner):
     def take(self, way: Way) -> None:
         """Let rows pass in another way from now on: through the policy, and through a reference of the same class."""
         super().take(way)
-        other = self.reference
-        if other and type(other.module.decoder) is type(self.module.decoder):
-            other.passes = other.passes.taking(way, other.module)
+        for other in (self.reference, self.teacher):
+            if other and type(other.module.decoder) is type(self.module.decoder):
+                other.passes = other.passes.taking(way, other.module)
 
     @torch.no_grad()
     def compute_reference(self, rows: TrainBatch) -> None:
-        """Write the reference's log-probs into `rows`, if the actor has to compute them; a collective."""
+        """Write the log-probs of reference and teacher into `rows`, if the actor has to compute them; a collective."""
+        if self.teacher is not None:
+            self._compute_teacher(rows, self.teacher)
         if not self.own_reference:
             return
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
@@ -104,6 +113,22 @@ class Actor(Learner):
         with without_adapters(module):
             for batch in self.micro_batches(rows, list(range(len(rows))), passes=passes):
                 rows.ref_log_probs[batch.token_index] = self._forward(batch, False, module)[0].cpu().numpy()
+
+    def _compute_teacher(self, rows: TrainBatch, teacher: ShardedReference) -> None:
+        """Add the teacher's advantages to `rows`, and write its most likely tokens into them; a collective."""
+        top = self.config.distill_top_k if self.config.distill_coef else 0
+        log_probs = np.zeros_like(rows.old_log_probs)
+        if top:
+            rows.teacher_top_ids = np.zeros((len(log_probs), top), np.int32)
+            rows.teacher_top_log_probs = np.zeros((len(log_probs), top), np.float32)
+        for batch in self.micro_batches(rows, list(range(len(rows))), passes=teacher.passes):
+            found = self._forward(batch, False, teacher.module, top=top)
+            log_probs[batch.token_index] = found.log_probs.cpu().numpy()
+            for into, values in zip((rows.teacher_top_ids, rows.teacher_top_log_probs), found.top or (), strict=False):
+                assert into is not None
+                into[batch.token_index] = values.cpu().numpy()
+        # Rows share this array with the critic, which learns from rewards only.
+        rows.advantages = rows.advantages + self.teacher_coef * (log_probs - rows.rollout_log_probs) * rows.mask
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
@@ -123,7 +148,7 @@ class Actor(Learner):
             index = sorted({*index} - {*self.rows_to_train(rows, index, 0)})
         stats = []
         for batch in self.micro_batches(rows, index):
-            log_probs, entropy = self._forward(batch, with_entropy=True)
+            log_probs, entropy, *_ = self._forward(batch, with_entropy=True)
             rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
             stats += [_entropy_stats(entropy, batch), _gap(rows, batch, log_probs, rows.mask)]
         if self.correction.active:
@@ -195,7 +220,11 @@ class Actor(Learner):
         config = self.config
         # Old log-probs that were recomputed earlier have brought the entropy of the policy before the first step.
         first_seen = self.in_one_pass or not self.needs_old_log_probs
-        log_probs, entropy = self._forward(batch, bool(config.entropy_coeff) or first_seen)
+        top = batch.teacher_top_ids
+        found = self._forward(
+            batch, bool(config.entropy_coeff) or first_seen, lists=None if top is None else TokenLists.of(top)
+        )
+        log_probs, entropy = found.log_probs, found.entropies
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
         if self.in_one_pass:
             batch.old_log_probs = log_probs.detach()
@@ -217,6 +246,7 @@ class Actor(Learner):
         pg_loss = self.aggregate(per_token, mask, batch)
         loss = pg_loss
         if config.entropy_coeff:
+            assert entropy is not None
             loss = loss - config.entropy_coeff * self.aggregate(entropy, mask, batch)
         if config.use_kl_loss:
             assert batch.ref_log_probs is not None
@@ -225,6 +255,13 @@ class Actor(Learner):
             loss = loss + config.kl_loss_coef * kl
             stats["actor/kl_loss"] = Stat("sum", (kl.item() * weight,))
             stats["actor/kl_coef"] = Stat("max", (config.kl_loss_coef,))
+        if config.distill_coef:
+            assert found.listed is not None and batch.teacher_top_log_probs is not None
+            teacher = batch.teacher_top_log_probs
+            per_token = distill_loss(found.listed.view_as(teacher), teacher, config.distill_beta)
+            divergence = self.aggregate(per_token, mask, batch)
+            loss = loss + config.distill_coef * divergence
+            stats["actor/distill_loss"] = Stat("sum", (divergence.item() * weight,))
         loss.backward()
         stats["actor/pg_loss"] = Stat("sum", (pg_loss.item() * weight,))
         stats["actor/loss"] = Stat("sum", (loss.item() * weight,))
@@ -235,18 +272,12 @@ class Actor(Learner):
             stats |= _gap(rows, batch, log_probs, rows.loss_mask)
         return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
-    def _forward(self, batch: MicroBatch, with_entropy: bool, module: Policy | None = None) -> tuple[Tensor, Tensor]:
-        return (module or self.module)(
-            batch.input_ids,
-            batch.logit_index,
-            batch.targets,
-            temperature=self.temperature,
-            chunk_tokens=self.config.logits_chunk_tokens,
-            with_entropy=with_entropy,
-            positions=batch.positions,
-            packing=batch.packing,
-            images=batch.images,
-        )
+    def _forward(
+        self, batch: MicroBatch, with_entropy: bool, module: Policy | None = None, **further: Any
+    ) -> HeadOutput:
+        chosen: dict[str, Any] = {"temperature": self.temperature, "chunk_tokens": self.config.logits_chunk_tokens}
+        found: HeadOutput = (module or self.module)(**batch.arguments, **chosen, with_entropy=with_entropy, **further)
+        return found
 
     def _shows_gap(self, number: int) -> bool:
         """Return whether step `number` reports the gap to the engine's log-probs.
@@ -281,7 +312,8 @@ def _gap(rows: TrainBatch, batch: MicroBatch, log_probs: Tensor, mask: np.ndarra
     return log_prob_gap(rows.rollout_log_probs[tokens], trainer, mask[tokens], rows.places(tokens))
 
 
-def _entropy_stats(entropy: Tensor, batch: MicroBatch) -> Stats:
+def _entropy_stats(entropy: Tensor | None, batch: MicroBatch) -> Stats:
     """Metric `actor/entropy`: mean entropy, in nats, over tokens that count in the loss. `entropy` is [N]."""
+    assert entropy is not None
     keep = batch.loss_mask > 0
     return {"actor/entropy": mean(torch.where(keep, entropy.detach(), 0.0).sum().item(), keep.sum().item())}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Config
-from pipeline.derived import scorers, uses_engines
+from pipeline.derived import scorer_key, scorers, uses_engines
 from pipeline.errors import FinalError
 from pipeline.greeting import Change, Greeting, GreetingPlan, Way
 from pipeline.models.handshake import Compared, sentence, shake_hands, shown_prompt
@@ -150,7 +150,7 @@ class Handshake:
         if config.rollout.sleep and replicas:
             share = "" if way.packed else f"model.attn_implementation={way.attention} "
             return (
-                f"replicas (scoring.{', scoring.'.join(replicas)}) have scored rows in the other way already, since "
+                f"replicas ({', '.join(map(scorer_key, replicas))}) have scored rows in the other way already, since "
                 f"engines sleep (rollout.sleep); set {share}model.share_prompts=never"
             )
         return None

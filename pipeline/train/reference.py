@@ -1,9 +1,9 @@
-"""The reference policy as a second, sharded model in the train workers, for a KL in the loss if it fits no single GPU.
+"""A frozen model, the reference or the teacher, sharded over the train workers, if it fits no single GPU.
 
-    rows ─► micro-batches of the actor's size ─► gather a layer ─► compute ─► free it ─► ... ─► `ref_log_probs`
+    rows ─► micro-batches of the actor's size ─► gather a layer ─► compute ─► free it ─► ... ─► log-probs
 
 The model is frozen, and its weights have the dtype of the computation: P parameters in bfloat16 are 2 P bytes, divided
-over the actor's mesh. With `scoring.reference.offload` the weights are kept in host memory between passes.
+over the actor's mesh. With `offload` the weights are kept in host memory between passes.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models.fsdp import shard
 from pipeline.models.mesh import Mesh
-from pipeline.models.policy import Policy, load_reference
+from pipeline.models.policy import Policy, load_frozen
 from pipeline.models.sharing import Passes
 
 
 @dataclass
 class ShardedReference:
-    """The frozen reference model, and the form in which rows pass through it."""
+    """A frozen model, and the form in which rows pass through it."""
 
     module: Policy
-    """The reference model, sharded."""
+    """The model, sharded."""
     passes: Passes
     """Whether rows are packed, and whether samples share their prompt."""
 
@@ -36,6 +36,7 @@ class ShardedReference:
         mesh: Mesh,
         offload: bool,
         longest: int | None = None,
+        key: str = "scoring.reference.path",
     ) -> "ShardedReference":
         """Load the model of `config`; a collective.
 
@@ -46,10 +47,11 @@ class ShardedReference:
             mesh: the ranks that divide the weights.
             offload: whether the weights are kept in host memory between passes.
             longest: length of the longest row in tokens; None for the model's own limit.
+            key: configuration key of the model's path, for errors.
 
-        Raises ValueError as `load_reference` does, and if `share_prompts` is `always` and the model cannot pack rows.
+        Raises ValueError as `load_frozen` does, and if `share_prompts` is `always` and the model cannot pack rows.
         """
-        module = load_reference(config, trained, mesh, longest)
+        module = load_frozen(config, trained, mesh, longest, key)
         passes = Passes.of(module, trained.share_prompts, mesh.sequence_ranks)
         # Weights that stayed gathered would be a whole model on every GPU.
         fsdp = FSDPConfig(reshard_after_forward=True, param_dtype=config.dtype, offload="all" if offload else "none")

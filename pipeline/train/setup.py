@@ -3,11 +3,14 @@
 import torch
 
 from pipeline.config import Config
+from pipeline.config.scoring import ReferenceConfig
+from pipeline.config.teacher import TeacherConfig
 from pipeline.derived import (
     UpdateShape,
     rollout_correction,
     scoring_model,
     shards_reference,
+    shards_teacher,
     trains_beside_reference,
 )
 from pipeline.models import adapter
@@ -42,14 +45,21 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
         seed=config.trainer.seed,
         guards_gap=config.trainer.max_log_prob_gap is not None,
         own_reference=trains_beside_reference(config),
-        reference=_build_reference(config, device, mesh) if shards_reference(config) else None,
+        reference=_build_frozen(config, config.scoring.reference, device, mesh) if shards_reference(config) else None,
+        teacher=_build_frozen(config, config.teacher, device, mesh, "teacher.path") if shards_teacher(config) else None,
+        teacher_coef=config.algorithm.teacher_coef,
     )
 
 
-def _build_reference(config: Config, device: torch.device, mesh: Mesh) -> ShardedReference:
-    settings = config.scoring.reference
+def _build_frozen(
+    config: Config,
+    settings: ReferenceConfig | TeacherConfig,
+    device: torch.device,
+    mesh: Mesh,
+    key: str = "scoring.reference.path",
+) -> ShardedReference:
     model = scoring_model(config.model, settings, config.actor.fsdp, settings.path, gpu=device.type == "cuda")
-    return ShardedReference.load(model, config.model, device, mesh, settings.offload, config.data.longest_row)
+    return ShardedReference.load(model, config.model, device, mesh, settings.offload, config.data.longest_row, key)
 
 
 def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:

@@ -288,7 +288,7 @@ class FuzzPlace(Place):
                 self.policy.load_state_dict(self.weights[version])
                 select = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
                 with torch.no_grad():
-                    chosen, _ = self.policy(
+                    chosen, *_ = self.policy(
                         torch.tensor([prompt + response]), select, targets, temperature=self.config.rollout.temperature
                     )
                 here = (versions[part] == version) & (said[part] == rows.ANSWER)

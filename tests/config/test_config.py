@@ -245,6 +245,9 @@ READ_OTHERWISE = {
     "data.train_max_samples": "getattr with the split's name in prompts/source.py",
     "data.val_max_samples": "getattr with the split's name in prompts/source.py",
     **dict.fromkeys(
+        ("teacher.adapter", "teacher.prompt", "teacher.sources"), "of the teachers that teachers.py goes through"
+    ),
+    **dict.fromkeys(
         [f"{name}.{key}" for name in ("rollout", "rollout.val_kwargs") for key in ("temperature", "top_p", "top_k")],
         "of the sampling settings that rollout/vllm.py goes through, one per response",
     ),

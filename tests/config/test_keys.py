@@ -86,6 +86,7 @@ def generated() -> pa.Table:
                 "ref_log_probs": rng.normal(-1, 0.3, length),
                 "values": rng.normal(0, 0.3, length),
                 "sum_pi_squared": rng.uniform(0.2, 0.6, length),
+                "teacher_log_probs": rng.normal(-1, 0.3, length),
             }
         )
     return pa.Table.from_pylist(rows, schema=pa.schema([SCHEMA.field(name) for name in rows[0]]))
@@ -93,7 +94,7 @@ def generated() -> pa.Table:
 
 def advantages(config: Config) -> Any:
     """What the advantage stage makes of the rows."""
-    made = Advantage(config.algorithm)(generated())
+    made = Advantage(config.algorithm, taught=True)(generated())
     return [made[name].to_pylist() for name in ("advantages", "returns", "reward")]
 
 
@@ -105,8 +106,20 @@ def admission(config: Config) -> list[int]:
 
 def rows(seed: int) -> TrainBatch:
     made = TrainBatch.from_table(table(seed))
-    made.ref_log_probs = np.random.default_rng(seed + 200).normal(-5.7, 0.4, len(made.mask)).astype(np.float32)
+    rng, tokens = np.random.default_rng(seed + 200), len(made.mask)
+    made.ref_log_probs = rng.normal(-5.7, 0.4, tokens).astype(np.float32)
+    made.teacher_top_ids = np.stack([rng.permutation(VOCABULARY)[:4] for _ in range(tokens)]).astype(np.int32)
+    made.teacher_top_log_probs = np.log(rng.dirichlet(np.ones(9), tokens)[:, :4]).astype(np.float32)
     return made
+
+
+def from_teacher(config: Config) -> tuple[int, ...]:
+    """The shape of what a teacher in the train workers writes into the rows."""
+    config.teacher.path, config.teacher.placement = config.model.path, "train_workers"
+    actor, made = learner(Actor, config), rows(0)
+    actor.compute_reference(made)
+    assert made.teacher_top_ids is not None
+    return made.teacher_top_ids.shape
 
 
 def learner(kind: type[Actor | Critic], config: Config) -> Any:
@@ -253,6 +266,7 @@ SHOWN = {
     "algorithm.gdpo_reward_weights": Shown(advantages, [1.0, 3.0], GDPO),
     "algorithm.f_norm": Shown(advantages, 2.0, estimator("gpg")),
     "algorithm.handle_zero_tail": Shown(advantages, False, estimator("optimal_token_baseline")),
+    "algorithm.teacher_coef": Shown(advantages, 0.5),
     "algorithm.use_kl_in_reward": Shown(advantages, True),
     "algorithm.kl_penalty": Shown(advantages, "low_var_kl", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.type": Shown(kl_coefficients, "adaptive", KL),
@@ -287,6 +301,9 @@ SHOWN = {
     "actor.loss_agg_mode": Shown(actor, "seq-mean-token-mean"),
     "actor.loss_scale_factor": Shown(actor, 1.0, {"actor.loss_agg_mode": MEAN_OF_NORMED}),
     "actor.entropy_coeff": Shown(actor, 0.1),
+    "actor.distill_coef": Shown(actor, 1.0),
+    "actor.distill_beta": Shown(actor, 0.7, {"actor.distill_coef": 1.0}),
+    "actor.distill_top_k": Shown(from_teacher, 9, {"actor.distill_coef": 1.0}),
     "actor.use_kl_loss": Shown(actor, True),
     "actor.kl_loss_coef": Shown(actor, 1.0, {"actor.use_kl_loss": True}),
     "actor.kl_loss_type": Shown(actor, "low_var_kl+", {"actor.use_kl_loss": True}),

@@ -188,7 +188,7 @@ def test_log_probs_are_those_of_each_context_alone() -> None:
     together, _ = pack_rows(rows, [0, 1, 2], 99, True, whole=False)
     for packs in ([[0], [1], [2], [3], [4], [5]], together, [[5], [2], [4], [0], [3], [1]]):
         batch = pack(rows, packs, packed=True)
-        found, _ = policy(
+        found, *_ = policy(
             batch.input_ids, batch.logit_index, batch.targets, positions=batch.positions, packing=batch.packing
         )
         given_ = dict(zip(batch.token_index.tolist(), found.tolist(), strict=True))

@@ -65,7 +65,7 @@ def train_one(folder: Path, world: int, tie: bool) -> None:
     for _ in range(2):
         total = torch.zeros(())
         for row in range(rank, 4, world):  # one row per micro-batch
-            log_probs, _ = policy(ids[row : row + 1], positions, ids[row, 1:], chunk_tokens=4)
+            log_probs, *_ = policy(ids[row : row + 1], positions, ids[row, 1:], chunk_tokens=4)
             loss = -log_probs.sum() / 24
             loss.backward()
             total += loss.detach()
@@ -207,7 +207,7 @@ def test_parameters_are_left_to_the_policy_of_their_offload(
     monkeypatch.setattr("pipeline.models.fsdp.CPUOffloadPolicy", policy)
     module = shard(Policy(tiny(tie=True)), FSDPConfig(offload=offload), "cpu")
     assert len(policies) == 3 and all((policy is not None) == (offload == "all") for policy in policies)
-    log_probs, _ = module(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))
+    log_probs, *_ = module(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))
     log_probs.sum().backward()
     plain = Policy(tiny(tie=True))
     plain(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))[0].sum().backward()

@@ -35,7 +35,7 @@ class Counted(graph.saved_tensors_hooks):
 def gradients(model: Path, **settings: Any) -> dict[str, Tensor]:
     policy = load_policy(ModelConfig(path=str(model), **settings))
     ids = torch.arange(24).reshape(2, 12) + 5
-    log_probs, _ = policy(ids, torch.tensor([3, 4, 17]), torch.tensor([9, 8, 7]))
+    log_probs, *_ = policy(ids, torch.tensor([3, 4, 17]), torch.tensor([9, 8, 7]))
     log_probs.sum().backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 

@@ -112,7 +112,7 @@ def test_equals_the_plain_model_with_gradients(family: str, temperature: float) 
     want_grads = {name: p.grad.clone() for name, p in policy.named_parameters()}
     policy.zero_grad()
 
-    got, entropy = policy(*pack(ROWS, pad=5), temperature, 4, True)
+    got, entropy, *_ = policy(*pack(ROWS, pad=5), temperature, 4, True)
     assert got.dtype == torch.float32 and got.shape == want.shape
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=0)
@@ -134,10 +134,10 @@ def test_padding_order_and_chunks_change_nothing(lengths, padding, pad, chunk, d
     rows = ragged(lengths)
     order = data.draw(st.permutations(range(len(rows))))
     with torch.no_grad():
-        base, _ = policy(*pack(rows), chunk_tokens=1000)
+        base, *_ = policy(*pack(rows), chunk_tokens=1000)
         sums = policy.sum_pi_squared(*pack(rows)[:2], chunk_tokens=1000)
         batch = pack([rows[i] for i in order], padding, pad)
-        moved, _ = policy(*batch, chunk_tokens=chunk)
+        moved, *_ = policy(*batch, chunk_tokens=chunk)
         moved_sums = policy.sum_pi_squared(*batch[:2], chunk_tokens=chunk)
     for whole, got in ((base, moved), (sums, moved_sums)):
         want = [part for i in order for part in whole.split([len(ids) - p for ids, p in rows])[i]]
@@ -163,15 +163,15 @@ def test_sum_of_squared_probabilities(family: str, temperature: float, monkeypat
 def test_no_wanted_token_still_reaches_every_parameter() -> None:
     policy = build("qwen2-tied")
     empty = torch.zeros(0, dtype=torch.long)
-    log_probs, _ = policy(torch.zeros(1, 3, dtype=torch.long), empty, empty)
+    log_probs, *_ = policy(torch.zeros(1, 3, dtype=torch.long), empty, empty)
     log_probs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
 def test_dropout_is_off() -> None:
     policy = Policy(Qwen2ForCausalLM(Qwen2Config(**SIZES, attention_dropout=0.5)).train()).train()
-    first, _ = policy(*pack(ROWS))
-    second, _ = policy(*pack(ROWS))
+    first, *_ = policy(*pack(ROWS))
+    second, *_ = policy(*pack(ROWS))
     assert torch.equal(first, second)
 
 

@@ -13,7 +13,7 @@ from pipeline.models import lora
 from pipeline.models.batch import TokenBatch
 from pipeline.models.fsdp import save_hf
 from pipeline.models.packing import pack
-from pipeline.models.policy import load_policy, load_reference
+from pipeline.models.policy import load_frozen, load_policy
 from pipeline.models.processor import FAMILIES, Vision, decode
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.models.value import load_value_model
@@ -83,7 +83,7 @@ class Rows:
         chosen = list(range(len(self.of))) if rows is None else rows
         packs, _ = pack_rows(self.batch, chosen, 10_000, shared, False)
         batch = pack(self.batch, packs, packed=True, place_images=policy.image_reader.place)
-        found, _ = policy(
+        found, *_ = policy(
             batch.input_ids,
             batch.logit_index,
             batch.targets,
@@ -271,7 +271,7 @@ def test_adapters_are_in_the_decoder_only(folder):
 
 
 def test_a_reference_reads_the_same_images(folder, policy):
-    reference = load_reference(ModelConfig(path=str(folder), vision="trained"), ModelConfig(path=str(folder)))
+    reference = load_frozen(ModelConfig(path=str(folder), vision="trained"), ModelConfig(path=str(folder)))
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     Passes.of(reference, "auto")
     with torch.no_grad():

@@ -79,12 +79,6 @@ def as_they_come(monkeypatch):
         ("actor.clip_ratio_low=0", "actor.clip_ratio_low"),
         ("actor.clip_ratio_c=1.0", "actor.clip_ratio_c"),
         ("actor.kl_loss_type=full", "actor.kl_loss_type"),
-        (f"{BYPASS} rollout.top_p=0.9", "actor.old_log_probs rollout.top_p"),
-        (f"{BYPASS} rollout.top_k=50", "actor.old_log_probs rollout.top_k"),
-        (f"{BYPASS} rollout.min_tokens=4", "actor.old_log_probs rollout.min_tokens"),
-        (f"{KL} rollout.top_p=0.9", "algorithm.use_kl_in_reward rollout.top_p"),
-        (f"{KL} rollout.min_tokens=4", "algorithm.use_kl_in_reward rollout.min_tokens"),
-        ("algorithm.adv_estimator=optimal_token_baseline rollout.top_k=20", "algorithm.adv_estimator rollout.top_k"),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.type"),
         (
             f"algorithm.kl_ctrl.type=adaptive {KL} algorithm.kl_ctrl.kl_coef=0",
@@ -149,7 +143,7 @@ def test_names_that_only_this_process_knows(key, name, tmp_path, monkeypatch):
     assert f"own_{name}:{name}" in refusal(f"{key}={name}")
 
 
-NEED_NO_GROUP = ["gae", "reinforce_plus_plus", "remax"]
+NEED_NO_GROUP = ["gae", "reinforce_plus_plus", "remax", "zero"]
 BUILT_IN = [name for name, estimator in ESTIMATORS.items() if estimator.built_in]
 
 
@@ -163,7 +157,8 @@ def test_estimators_that_compare_within_a_group_need_one(name):
 
 @pytest.mark.parametrize("name", NEED_NO_GROUP)
 def test_other_estimators_take_a_single_response(name):
-    check(good(f"algorithm.adv_estimator={name}", "rollout.n=1"))
+    taught = ["algorithm.teacher_coef=1", f"teacher.path={good().model.path}"] * (name == "zero")
+    check(good(f"algorithm.adv_estimator={name}", "rollout.n=1", *taught))
 
 
 @pytest.mark.parametrize(
@@ -194,3 +189,9 @@ def test_every_algorithm_runs_the_demo(path, tmp_path):
         (tmp_path / name).write_text("{}")
     config = load_config([f"algorithm={path.stem}", "experiment=countdown_cpu", f"model.path={tmp_path}"])
     check_resources(plan(config).stages, config.trainer.ray_num_cpus)
+
+
+@pytest.mark.parametrize("restriction", ["top_p=0.9", "top_k=50", "min_p=0.05", "min_tokens=4"])
+@pytest.mark.parametrize("reader", [BYPASS, KL, "algorithm.adv_estimator=optimal_token_baseline"])
+def test_tokens_of_a_part_of_the_vocabulary_go_with_every_algorithm(restriction: str, reader: str) -> None:
+    check(good(*reader.split(), f"rollout.{restriction}"))

@@ -14,7 +14,7 @@ from tests.sentences import Named
 
 NEEDS = {
     "seeds": ("rollout.seed_per_request=true", "rollout.seed_per_request rollout.name"),
-    "truncated_log_probs": ("rollout.top_k=5", "rollout.top_p rollout.top_k rollout.name"),
+    "supports": ("rollout.top_k=5 rollout.min_p=0.1", "rollout.top_k rollout.min_p rollout.name"),
     "sleep": ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name"),
     "tensor_parallel": (SPLIT, "rollout.tensor_parallel_size rollout.name"),
     "adapters": (ALONE, "model.lora.weight_sync rollout.name"),
@@ -58,7 +58,8 @@ def test_what_hf_cannot_do(settings: str, keys: str, named: Named) -> None:
 SGLANG_HERE = ("rollout.name=sglang", "rollout.seed_per_request=false")
 REFUSED_BY_SGLANG = [
     ("rollout.seed_per_request=true", "rollout.seed_per_request rollout.name=sglang"),
-    ("rollout.top_p=0.9", "rollout.top_p rollout.top_k rollout.name=sglang"),
+    ("rollout.top_p=0.9", "rollout.top_p rollout.name=sglang"),
+    ("rollout.min_tokens=2", "rollout.min_tokens rollout.name=sglang"),
     ("rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.sleep rollout.name=sglang"),
     (SPLIT, "rollout.tensor_parallel_size rollout.name=sglang"),
     (ALONE, "model.lora.weight_sync rollout.name=sglang"),
@@ -91,7 +92,7 @@ def test_the_environment_of_sglang(tmp_path: Path, named: Named) -> None:
     check(good(*SGLANG_HERE, f"rollout.engine_python={python}"))
 
 
-def test_rows_may_not_truncate_where_log_probs_are_not_renormalised() -> None:
+def test_rows_may_not_truncate_where_the_engine_does_not_name_the_tokens() -> None:
     limits = row_limits(good(*SGLANG_HERE))
     with pytest.raises(ValueError, match=r"`extra_info.sampling_params.top_p` is 0.9.*rollout.name=sglang"):
         limits["train"].check({"sampling_params": {"top_p": 0.9}})

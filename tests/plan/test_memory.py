@@ -194,6 +194,11 @@ def test_rows_grow_with_what_is_read(tmp_path):
     assert rows(*PPO) == rows() + 256 * 30 * (4 + 4)
     assert rows("algorithm.adv_estimator=optimal_token_baseline") == rows() + 256 * 30 * 4
     assert rows("algorithm.adv_estimator=remax") == rows() * 5 // 4
+    assert rows("rollout.min_tokens=2") == rows() + 256 * 30 * 4
+    assert rows("rollout.top_k=20") == rows() + 256 * 30 * 4 * 21
+    assert rows("rollout.top_p=0.9", "rollout.max_support=50") == rows() + 256 * 30 * 4 * 51
+    taught = f"teacher.path={tmp_path}", "actor.distill_coef=1", "actor.distill_top_k=8"
+    assert rows(*taught) == rows() + 256 * 30 * 4 * (1 + 16)
 
 
 def test_reference_of_another_vocabulary(tmp_path, named):

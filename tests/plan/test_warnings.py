@@ -102,7 +102,6 @@ def processor(monkeypatch):
             "algorithm.max_staleness algorithm.rollout_correction.rollout_is",
         ),
         (f"{STALE}=2 {BYPASS}", "actor.old_log_probs algorithm.max_staleness"),
-        (f"{STALE}=1 rollout.top_p=0.9", "rollout.top_p algorithm.max_staleness"),
         (f"{STALE}=1 algorithm.adv_estimator=gae", "algorithm.max_staleness"),
         (
             f"{STALE}=3 algorithm.adv_estimator=optimal_token_baseline",

@@ -113,7 +113,7 @@ def test_answers_of_episodes_stop_at_all_ends() -> None:
         episodes = Episodes({None: AgentConfig()}, DataConfig(), None, engine, 0, seed_requests=True, ends=(3, 7))
         sampled = Sampling(1.0, 1.0, -1, 0, 9, ())
         for number, sampling in enumerate((sampled, sampled.greedy())):
-            context.add_answer(await episodes._policy(sampling, "name", Lease(True))([1, 2], 4, number))
+            context.add_answer(await episodes._policy(sampling, "name", Lease(True), True)([1, 2], 4, number))
 
     context = Context([1, 2], [])
     asyncio.run(go())

@@ -41,6 +41,7 @@ from tests.train.updates import (
     spawn,
     table,
     update,
+    with_supports,
     with_values,
 )
 
@@ -111,6 +112,9 @@ def settings(folder: str, parallel: ParallelConfig) -> Config:
     config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.3
     config.scoring.reference.placement = "train_workers"
     config.model.share_prompts = "never"
+    # So is the teacher, which differs from the policy after the first step.
+    config.teacher.path, config.teacher.placement = folder, "train_workers"
+    config.algorithm.teacher_coef, config.actor.distill_coef, config.actor.distill_top_k = 0.2, 0.5, 200
     return config
 
 
@@ -188,7 +192,7 @@ def begin(folder: str, kinds: str, name: str, losses: Iterable[str]) -> None:
 
 def save(learner: Learner, seed: int, path: str) -> None:
     """Train on the rows of this seed; metrics and weights are written to `path`."""
-    shown = reduce(step(learner, with_values(table(seed))))
+    shown = reduce(step(learner, with_values(with_supports(table(seed), VOCABULARY))))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:
         assert shown[f"{learner.name}/grad_norm"] > CLIP

@@ -18,7 +18,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
-from pipeline.rows import SCHEMA, flat, ragged
+from pipeline.models.support import SupportWriter
+from pipeline.rows import INTS, SCHEMA, flat, ragged
 from pipeline.stats import Stats, reduce
 from pipeline.train import ranks
 from pipeline.train.deal import Dealer
@@ -89,6 +90,23 @@ def masked(rows: pa.Table) -> pa.Table:
 def with_reference(rows: pa.Table) -> pa.Table:
     rng = np.random.default_rng(7)
     return with_column(rows, "ref_log_probs", rng.normal(-5.7, 0.5, len(flat(rows, "response_ids")[0])))
+
+
+def with_supports(rows: pa.Table, vocabulary: int, seed: int = 11) -> pa.Table:
+    """`rows`, two of three of which have tokens that were sampled from a part of the vocabulary."""
+    rng, written = np.random.default_rng(seed), []
+    for number, ids in enumerate(rows["response_ids"].to_pylist()):
+        writer = SupportWriter(vocabulary, vocabulary)
+        for place, token in enumerate(ids):
+            others = rng.permutation(np.setdiff1d(np.arange(vocabulary), [token]))[: rng.integers(1, 20)]
+            if number % 3 == 0 or place % 4 == 3:
+                writer.whole()
+            else:
+                writer.outside(others) if place % 4 == 2 else writer.inside(np.append(others, token))
+        written.append(writer.columns())
+    for place, name in enumerate(("support", "support_sizes")):
+        rows = rows.append_column(name, pa.array([one and one[place] for one in written], INTS))
+    return rows
 
 
 def with_values(rows: pa.Table, seed: int = 0) -> pa.Table:

@@ -47,6 +47,8 @@ class Context:
     """For each token after the prompt, 1 if the policy sampled it and it is trained, else 0."""
     log_probs: list[float] = field(default_factory=list)
     """For each token after the prompt, the log-prob if the policy sampled it, else 0."""
+    supports: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """For each span, the columns `support` and `support_sizes` of its tokens (`models/support.py`)."""
     images: list[bytes] = field(default_factory=list)
     """Encoded images of prompt and observations, in order."""
     image_hashes: list[bytes] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Context:
             self.sent += self.answer
         self.log_probs += generation.log_probs.tolist()
         self.mask += [1] * len(self.answer)
+        self.supports.append(generation.support or _whole(len(self.answer)))
         for version, tokens in generation.version_runs:
             self._add_run(version, tokens)
         self.spans.append((ANSWER, len(self.answer), None))
@@ -99,6 +102,7 @@ class Context:
             self.sent += sent
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
+        self.supports.append(_whole(len(ids)))
         self._add_run(self.runs[-1][0], len(ids))
         self.spans.append((OBSERVATION, len(ids), None))
 
@@ -109,6 +113,7 @@ class Context:
             messages: number of messages in the observation.
         """
         _, count, _ = self.spans.pop()
+        self.supports.pop()
         kept: tuple[list[Any], ...] = (self.ids, self.log_probs, self.mask, self.sent or [])
         for values in kept:
             del values[len(values) - count :]
@@ -152,10 +157,19 @@ def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tup
         The response of T tokens, and its mask [T] int8: 1 for tokens that are trained.
     """
     runs = tuple(itertools.chain.from_iterable(context.runs for context in contexts))
+    supports = [support for context in contexts for support in context.supports]
+    sizes = np.concatenate([_whole(0)[1], *(own for _, own in supports)])
+    ids = np.concatenate([_whole(0)[0], *(listed for listed, _ in supports)])
     generation = Generation(
         np.array([token for context in contexts for token in context.ids], dtype=np.int32),
         np.array([value for context in contexts for value in context.log_probs], dtype=np.float32),
         finish_reason,
         runs or ((version, 0),),
+        (ids, sizes) if sizes.any() else None,
     )
     return generation, np.array([bit for context in contexts for bit in context.mask], dtype=np.int8)
+
+
+def _whole(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns of supports for tokens that were not sampled from a part of the vocabulary."""
+    return np.empty(0, np.int32), np.zeros(tokens, np.int32)

@@ -126,7 +126,7 @@ class Side:
         assert reader is not None
         made = pack(batch, packs, packed=True, place_images=reader.place)
         with torch.no_grad():
-            found, _ = self.policy(
+            found, *_ = self.policy(
                 made.input_ids,
                 made.logit_index,
                 made.targets,

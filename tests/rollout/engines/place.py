@@ -191,7 +191,7 @@ class Place:
                 select = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
                 degrees = self.config.rollout.temperature if temperature is None else temperature
                 with torch.no_grad():
-                    chosen, _ = self.policy(ids, select, torch.tensor(response), temperature=degrees)
+                    chosen, *_ = self.policy(ids, select, torch.tensor(response), temperature=degrees)
                     logits = self.policy.lm(ids).logits[0, select].float()
                 yield chosen.numpy(), torch.log_softmax(logits / degrees, -1).max(-1).values.numpy()
         finally:
@@ -377,6 +377,58 @@ def stopped() -> dict[str, Any]:
     rollout.ignore_eos, place.rollout._ends = False, ends
     found = {"plain": plain, "stop": stop, "text": ended, "least": least, "most": most, "gap": place.gap(stop)}
     return found | {"turn": turn, "end": end, "ignored": ignored}
+
+
+RESTRICTIONS: tuple[dict[str, Any], ...] = (
+    *({"top_p": 0.95}, {"top_p": 0.8}, {"top_k": 20}, {"top_k": 5}, {"min_p": 0.3}, {"min_tokens": 40}),
+    {"top_p": 0.9, "top_k": 30, "min_p": 0.1, "min_tokens": 40},
+    {"top_p": 0.9, "max_support": 1},
+)
+"""Settings with which tokens are sampled from a part of the vocabulary."""
+
+
+def supports(temperature: float) -> list[dict[str, Any]]:
+    """For each of `RESTRICTIONS` the mean ratio of trainer to engine, and the gap, without and with the supports."""
+    import torch
+
+    from pipeline.models.batch import TokenBatch
+    from pipeline.models.packing import pack
+
+    rollout, found = place.config.rollout, []
+    with torch.no_grad():
+        # Neither one token alone nor all of them are likely.
+        logits = place.policy.lm(torch.tensor(place.prompts(1))).logits
+        place.policy.decoder.norm.weight.mul_(1.5 / logits.std())
+    version, rollout.temperature = place.publish(), temperature
+    for settings in ({}, *RESTRICTIONS):
+        before = {key: getattr(rollout, key) for key in settings}
+        for values in (settings, before):
+            for key, value in values.items():
+                setattr(rollout, key, value)
+            most = rollout.max_support
+            # An engine reads it at its start.
+            place.rollout.engine.call(lambda engine, most=most: setattr(engine, "_most_support", most)).result()
+            if values is not before:
+                (table,) = place.generate(place.chunk(version))
+        batch = TokenBatch.from_table(table)
+        engine = table["rollout_log_probs"].combine_chunks().flatten().to_numpy()
+        own: dict[str, Any] = {"settings": settings, "table": table}
+        for name in ("without", "with"):
+            trainer = np.zeros_like(engine)
+            for row in range(len(batch)):
+                made = pack(batch, [[row]])
+                given = made.arguments | ({"support": None} if name == "without" else {})
+                with torch.no_grad():
+                    trainer[made.token_index] = place.policy(**given, temperature=temperature).log_probs.numpy()
+            known = np.ones(len(engine), bool)
+            if batch.support_sizes is not None:
+                known = batch.support_sizes != rows.UNKNOWN
+                own["unknown"] = int((~known).sum())
+            own[name] = float(np.exp(trainer - engine)[known].mean())
+            own[f"gap {name}"] = float(np.abs(trainer - engine)[known].max())
+        found.append(own)
+    rollout.temperature = 1.0
+    return found
 
 
 def acknowledged() -> dict[str, Any]:

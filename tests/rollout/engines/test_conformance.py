@@ -24,6 +24,7 @@ from tests.rollout.engines.place import (
     repeated,
     responses,
     stopped,
+    supports,
     updates,
 )
 
@@ -140,6 +141,24 @@ def test_updates_in_flight_may_keep_the_kv_cache(engine: Engine) -> None:
     gaps = found["gaps"]
     assert gaps["old 0"] < 1e-4 and gaps["new 1"] < 1e-4, "new requests do not read what old weights cached"
     assert gaps["old 1"] > 1e-3, "the old ones do"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainers_log_probs_within_the_support_are_the_engines(engine: Engine, temperature: float) -> None:
+    plain, *found = engine(supports, temperature)
+    assert set(plain["table"]["support_sizes"].to_pylist()) == {None}
+    *whole, cut = found
+    for case in whole:
+        assert abs(case["with"] - 1) < 1e-4 and case["gap with"] < 1e-4, case
+        assert case["unknown"] == 0, case
+        if case["settings"] == {"min_tokens": 40}:
+            # The one token that ends a response is left out, up to the 40th token.
+            sizes = case["table"]["support_sizes"].to_pylist()
+            assert all(row == [-1] * 40 + [0] * (len(row) - 40) for row in sizes), sizes
+        else:
+            assert case["without"] < 0.999 and case["gap without"] > 1e-3, case
+    assert 0 < cut["unknown"] < len(cut["table"]) * MAX_TOKENS, "tokens with more than one other are counted"
+    assert cut["gap with"] < 1e-4
 
 
 def test_what_ends_a_response(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from pipeline.models.policy import Policy, load_policy
 from pipeline.models.pretrained import differs
 from pipeline.models.sharing import Passes
 from pipeline.models.state import tensors
+from pipeline.models.support import SupportWriter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.vision import read
 from pipeline.rollout.engines.hf.cache import AHEAD, WindowCache
@@ -54,6 +55,8 @@ class PartialRow:
     """[max_tokens] float64, the number that decides each token."""
     ends: frozenset[int]
     """Ids of tokens that end the response."""
+    support: SupportWriter | None = None
+    """The supports of the tokens; None if not wanted."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -80,14 +83,24 @@ class PartialRow:
     def plain(self) -> bool:
         """True if each token was sampled from the whole vocabulary, by one policy version."""
         own = self.request.sampling
-        whole = not own.temperature or (own.top_p == 1 and own.top_k < 0)
+        whole = not (own.temperature and own.truncated)
         return whole and own.min_tokens == 0 and len(set(self.versions)) == 1
+
+    def note_support(self, log_probs: Tensor) -> None:
+        """Note the support of the next token; `log_probs` [V] are minus infinity outside of it."""
+        assert self.support is not None
+        own = self.request.sampling
+        if (own.temperature and own.truncated) or len(self.ids) < own.min_tokens:
+            self.support.inside(torch.isfinite(log_probs).nonzero()[:, 0].cpu().numpy())
+        else:
+            self.support.whole()
 
     def output(self) -> EngineOutput:
         """Return the result."""
         runs = tuple((version, len(list(run))) for version, run in groupby(self.versions))
         ids, log_probs = np.array(self.ids, np.int32), np.array(self.log_probs, np.float32)
-        return EngineOutput(self.id, Generation(ids, log_probs, self.reason, runs))
+        support = self.support.columns() if self.support else None
+        return EngineOutput(self.id, Generation(ids, log_probs, self.reason, runs, support))
 
 
 class HuggingFace:
@@ -112,6 +125,8 @@ class HuggingFace:
         self._longest, self._most = max_model_len, rollout.max_num_seqs
         self._tokens = max(rollout.max_num_batched_tokens, max_model_len)
         self._shares_prompts = rollout.enable_prefix_caching
+        self._vocabulary = self.policy.lm.config.get_text_config().vocab_size
+        self._most_support = rollout.max_support
         self._random = np.random.default_rng(seed)
         self._version = -1
         self._waiting: list[PartialRow] = []
@@ -129,7 +144,8 @@ class HuggingFace:
         seed = int(self._random.integers(1 << 62)) if request.seed is None else request.seed
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(request.sampling.max_tokens)
         ends = frozenset() if request.ignore_eos else self._ends.union(request.ends)
-        self._waiting.append(PartialRow(request_id, request, uniforms, ends))
+        support = SupportWriter(self._vocabulary, self._most_support) if request.with_support else None
+        self._waiting.append(PartialRow(request_id, request, uniforms, ends, support))
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
@@ -301,16 +317,8 @@ class HuggingFace:
     def _rescored(self, row: PartialRow) -> list[float]:
         """Compute the log-probs of a response as the trainer does, in one pass over the row."""
         made = self._inputs(self._batch([row]))
-        log_probs, _ = self.policy(
-            made.input_ids,
-            made.logit_index,
-            made.targets,
-            temperature=row.request.sampling.temperature or 1.0,
-            positions=made.positions,
-            packing=made.packing,
-            images=made.images,
-        )
-        numbers: list[float] = log_probs.tolist()
+        found = self.policy(**made.arguments, temperature=row.request.sampling.temperature or 1.0)
+        numbers: list[float] = found.log_probs.tolist()
         return numbers
 
     # Tokens.
@@ -322,7 +330,10 @@ class HuggingFace:
                 logits[number, list(row.ends)] = -torch.inf
         settings = [row.request.sampling for row in rows]
         chosen, log_probs = draw(logits, settings, [row.uniforms[len(row.ids)] for row in rows])
-        for row, token, log_prob in zip(rows, chosen.tolist(), log_probs.tolist(), strict=True):
+        sampled = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
+        for row, token, log_prob, every in zip(rows, chosen.tolist(), sampled, log_probs, strict=True):
+            if row.support:
+                row.note_support(every)
             row.ids.append(token)
             row.log_probs.append(log_prob)
             row.versions.append(self._version)

@@ -15,10 +15,11 @@ from pipeline.models.architecture import longer_positions
 from pipeline.models.lora import policy_class
 from pipeline.models.weight_files import alone, read_config
 from pipeline.rollout.engines.vllm import images, lora
+from pipeline.rollout.engines.vllm.support import SupportReader, listed
 from pipeline.rollout.engines.vllm.tensor_parallel import engine_args
 from pipeline.rollout.engines.vllm.transfer import BACKEND, accept, confirm, register
 from pipeline.sampling import Sampling
-from pipeline.upstream.vllm import steps_begun
+from pipeline.upstream.vllm import steps_begun, take_log_probs
 from pipeline.weights.load import Shard
 
 
@@ -30,20 +31,26 @@ class VLLM:
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> None:
         self.llm = build(model, rollout, max_model_len, seed)
+        self._vocabulary, self._most_support = self.llm.model_config.get_vocab_size(), rollout.max_support
         self._keeps_base = model.lora.alone
         self._tower_changes = model.vision == "trained"
         self._version = -1
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         """Add a request. Its cache salt is the version, so that no version reads KV of another."""
-        own = copy.copy(params(request.sampling, request.ends, request.ignore_eos))
+        sampling, most = request.sampling, self._most_support
+        wanted = listed(sampling, self._vocabulary, most) if request.with_support else 0
+        own = copy.copy(params(sampling, request.ends, request.ignore_eos, wanted))
         own.seed = request.seed
         salt = f"v{self._version}"
         if request.images is None:
             prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
         else:
             prompt = images.prompt_of(self.llm, request, salt)
-        self.llm.add_request(request_id, prompt, own)
+        added = self.llm.add_request(request_id, prompt, own)
+        if request.with_support and (sampling.truncated or sampling.min_tokens):
+            forbidden = own.all_stop_token_ids
+            take_log_probs(self.llm, added, SupportReader(sampling, forbidden, self._vocabulary, most))
 
     def step(self) -> list[EngineOutput]:
         """Take one step."""
@@ -150,6 +157,8 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager,
         "logprobs_mode": "processed_logprobs",
+        # Requests ask for the log-probs that name the tokens' supports.
+        "max_logprobs": -1,
         "seed": seed,
         "disable_log_stats": True,
         # vLLM rewinds the generator of a request whose prompt takes two steps, which CPU generators refuse.
@@ -181,8 +190,15 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
 
 # Most requests are sampled alike: making and checking parameters costs more than the rest of a request.
 @functools.lru_cache(maxsize=1024)
-def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
-    """Make vLLM's `SamplingParams`, without a seed."""
+def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool, log_probs: int = 0) -> Any:
+    """Make vLLM's `SamplingParams`, without a seed.
+
+    Args:
+        chosen: settings of the request.
+        ends: ids of tokens that end the response, in addition to the end tokens in the model's files.
+        ignore_eos: true to go on generating past all of them.
+        log_probs: number of log-probs for each token, in addition to the sampled token's.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -192,10 +208,11 @@ def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
         temperature=chosen.temperature,
         top_p=chosen.top_p,
         top_k=chosen.top_k,
+        min_p=chosen.min_p,
         stop=list(chosen.stop),
         ignore_eos=ignore_eos,
         stop_token_ids=[] if ignore_eos else list(ends),
-        logprobs=0,
+        logprobs=log_probs,
         flat_logprobs=True,
         # Without stop strings, text is decoded outside the engine.
         detokenize=bool(chosen.stop),
@@ -211,9 +228,11 @@ def read(output: Any, version: int) -> Generation:
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
     runs = tuple((int(span.version), span.end - span.start) for span in spans)
+    log_probs = completion.logprobs
     return Generation(
         np.asarray(completion.token_ids, dtype=np.int32),
-        np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        np.asarray(log_probs.logprobs, dtype=np.float32),
         completion.finish_reason or "abort",
         runs or ((version, len(completion.token_ids)),),
+        log_probs.writer.columns() if isinstance(log_probs, SupportReader) else None,
     )

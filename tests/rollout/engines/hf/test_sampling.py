@@ -11,9 +11,10 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
 
 
 def drawn(own: Sampling, count: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probs for evenly spread numbers."""
+    """Tokens and their log-probs for evenly spread numbers."""
     uniforms = (np.arange(count) + 0.5) / count
-    return draw(LOGITS.repeat(count, 1), [own] * count, uniforms.tolist())
+    tokens, log_probs = draw(LOGITS.repeat(count, 1), [own] * count, uniforms.tolist())
+    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
 
 def test_each_token_is_as_frequent_as_it_is_likely() -> None:
@@ -34,11 +35,13 @@ def test_greedy_rows_beside_drawn_ones_have_the_log_prob_at_temperature_1() -> N
     tokens, log_probs = draw(LOGITS.repeat(3, 1), settings, [0.999, 0.999, 0.99])
     assert tokens.tolist() == [3, 0, 2]
     own = [torch.log_softmax(LOGITS / degrees, -1) for degrees in (1.0, 1.0, 0.5)]
-    assert torch.allclose(log_probs, torch.stack([own[0][3], own[1][0], own[2][2]]))
+    assert torch.allclose(log_probs.gather(1, tokens[:, None])[:, 0], torch.stack([own[0][3], own[1][0], own[2][2]]))
 
 
 def test_what_is_cut_off_is_never_drawn_and_the_rest_is_renormalised() -> None:
-    for own, left in ((Sampling(1.0, 1.0, 2, 0, 9, ()), 2), (Sampling(1.0, 0.7, -1, 0, 9, ()), 2)):
+    cases = ((Sampling(1.0, 1.0, 2, 0, 9, ()), 2), (Sampling(1.0, 0.7, -1, 0, 9, ()), 2))
+    # The third token is exp(-2) times as likely as the first.
+    for own, left in (*cases, (Sampling(1.0, 1.0, -1, 0, 9, (), 0.14), 2), (Sampling(1.0, 1.0, -1, 0, 9, (), 0.13), 3)):
         tokens, log_probs = drawn(own)
         assert set(tokens.tolist()) == set(range(left))
         wanted = torch.log_softmax(LOGITS[:left], -1)

@@ -31,6 +31,7 @@ class Recording:
         self.asked: list[tuple[str, dict[str, Any], Any]] = []
         self.version = "default"
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 300)
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
         self.asked.append((request_id, prompt, params))
