@@ -117,7 +117,7 @@ def _finish(state: State) -> None:
         inside = any(key == section or key.startswith(section + ".") for section, _ in SECTIONS)
         if key in state.reasons:
             state.left.append(Left(key, setting.text, *state.reasons[key]))
-        elif key in _TARGETS or key in RULED or inside:
+        elif key in _TARGETS or key in RULED or key in state.also or inside:
             state.converted.append(key)
         else:
             state.left.append(Left(key, setting.text, *reason(re.sub(r"@.*", "", key), setting.value)))

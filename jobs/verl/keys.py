@@ -170,7 +170,6 @@ CANNOT: dict[str, str] = {
     "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way": (
         "actor_rollout_ref.rollout.*parallel_size *.disaggregation.*"
     ),
-    "there is no distillation": "distillation.*",
     "draft tokens are neither trained nor used": "*.mtp.* *.mtp *.speculative*",
     "weights are not quantised": "*.qat.* *.quantization* *.fp8*",
     "the routers of mixture models are not replayed": "*router_replay* *.enable_rollout_routing_replay",
@@ -193,6 +192,7 @@ CANNOT: dict[str, str] = {
 """Features of verl that Slipstream lacks: patterns of keys (`*` stands for anything) by reason."""
 
 LOST: dict[str, str] = {
+    "teachers are replicas (teacher.*), which need no engine; they are on with distillation.enabled": "distillation.*",
     "scoring replicas, which need no memory for a backward pass, take whole rows": "*ulysses_sequence_parallel_size",
     "rows are packed by tokens (actor.ppo_max_token_len_per_gpu)": (
         "*micro_batch_size *micro_batch_size_per_gpu *log_prob_use_dynamic_bsz *log_prob_max_token_len_per_gpu "

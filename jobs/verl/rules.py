@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from jobs.verl.devices import all_gpus, devices, engines, offload, sequences
+from jobs.verl.distillation import distillation
 from jobs.verl.episodes import episodes
 from jobs.verl.state import State
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
@@ -353,6 +354,7 @@ RULES: tuple[Callable[[State], None], ...] = (
         warmups,
         token_budgets,
         engines,
+        distillation,
     ),
     *(devices, episodes, run),
 )

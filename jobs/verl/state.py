@@ -45,6 +45,8 @@ class State:
         """Our keys that hold a default of verl's, because it differs from our default."""
         self.reasons: dict[str, tuple[str, bool]] = {}
         """Keys of verl that are not converted, each with its reason and True if its loss changes the run."""
+        self.also: set[str] = set()
+        """Keys of verl that a rule has converted, and that no table names."""
         self.converted: list[str] = []
         """verl's keys that were converted, once all rules were applied."""
         self.left: list[Left] = []
