@@ -174,6 +174,11 @@ def scorers(config: Config) -> dict[str, ScorerConfig]:
     return {name: pool for name, (used, pool) in pools.items() if used}
 
 
+def replicas(config: Config) -> dict[str, ScorerConfig]:
+    """Return the pools of `scorers` that hold a model: all but teachers on a server."""
+    return {name: pool for name, pool in scorers(config).items() if not getattr(pool, "url", None)}
+
+
 def scoring_model(
     model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None, gpu: bool | None = None
 ) -> ModelConfig:

@@ -199,6 +199,9 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
     if not rollout.facts.supports:
         why = f"rollout.name={rollout.name} does not return the tokens that it samples from"
         refused |= dict.fromkeys(("top_p", "top_k", "min_p", "min_tokens"), why)
+    if reads_teacher(config) and any(one.url for one in config.teacher.declared().values()):
+        why = "the served teacher returns log-probs over the whole vocabulary"
+        refused |= dict.fromkeys(("top_p", "top_k", "min_p", "min_tokens"), why)
     agents = config.agent.agents()
     asked = [name for name, agent in agents.items() if agent.environment is None and not agent.driven]
     asked = asked if config.agent.used else []

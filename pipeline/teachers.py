@@ -20,12 +20,15 @@ class TeacherRows:
     """Name of the teacher by value of the column; empty if one teacher, whose name is empty, takes all rows."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """`teacher.prompt` of the teachers that have one, by name."""
+    longest: Mapping[str, int] = field(default_factory=dict)
+    """`teacher.max_token_len` by name: the maximum number of tokens in a row with the teacher's prompt."""
 
     @classmethod
     def of(cls, config: TeacherConfig) -> "TeacherRows":
         """Read the settings of teachers."""
-        prompts = {name or "": one.prompt for name, one in config.declared().items() if one.prompt is not None}
-        return cls(config.by, config.by_value(), prompts)
+        declared = {name or "": one for name, one in config.declared().items()}
+        prompts = {name: one.prompt for name, one in declared.items() if one.prompt is not None}
+        return cls(config.by, config.by_value(), prompts, {name: one.max_token_len for name, one in declared.items()})
 
     def name_of(self, data_source: str, agent_name: str | None, extra_info: Mapping[str, Any]) -> str:
         """Return the name of a row's teacher.
@@ -37,27 +40,29 @@ class TeacherRows:
             return ""
         columns = {"data_source": data_source, "agent_name": agent_name}
         value = columns[self.by] if self.by in columns else extra_info.get(self.by.partition(".")[2])
-        if value not in self.by_value:
+        name = self.by_value.get(value if isinstance(value, str) else json.dumps(value))
+        if name is None:
             known = ", ".join(self.by_value)
             raise ValueError(
                 f"`{self.by}` is {value!r:.80}, for which there is no teacher (teachers take {known})"
                 f"{nearest(str(value), self.by_value)}; add it to the sources of one in teacher.named, or leave the "
                 "row out"
             )
-        return self.by_value[str(value)]
+        return name
 
-    def check(self, data_source: str, agent_name: str | None, extra_info: Any) -> None:
-        """Check that a row has a teacher, and what the teacher's prompt reads.
+    def check(self, data_source: str, agent_name: str | None, extra_info: Any) -> str:
+        """Check that a row has a teacher, and what the teacher's prompt reads; returns the teacher's name.
 
         Raises:
             ValueError: it has no teacher, or `extra_info` lacks a value that the teacher's prompt needs.
         """
         info = extra_info if isinstance(extra_info, Mapping) else {}
-        template = self.prompts.get(self.name_of(data_source, agent_name, info), "")
-        for name in FIELD_NAMES.findall(template):
+        teacher = self.name_of(data_source, agent_name, info)
+        for name in FIELD_NAMES.findall(self.prompts.get(teacher, "")):
             key = name.partition(".")[2]
             if key and info.get(key) is None:
                 raise ValueError(f"`extra_info.{key}` is missing, which the teacher's prompt reads")
+        return teacher
 
 
 def taught(template: str, messages: list[dict[str, Any]], ground_truth: Any, extra_info: Mapping[str, Any]) -> list:

@@ -24,7 +24,19 @@ from pipeline.models.policy import Policy
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import ValueModel
 from pipeline.prompts.stage import Schedule
-from pipeline.rows import AGENT, BASELINE, IMAGES, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
+from pipeline.rows import (
+    AGENT,
+    BASELINE,
+    IMAGES,
+    POLICY,
+    REFERENCE,
+    REWARD_MODEL,
+    SCHEMA,
+    TEACHER,
+    TEACHER_TOP,
+    VALUE,
+    flat,
+)
 from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
@@ -45,8 +57,8 @@ TEMPERATURE = 0.7
 BUCKET = 20_000
 TRAINER_CPUS = 2
 OPTIONAL = {*BASELINE.names, *REFERENCE.names, *VALUE.names, *POLICY.names}
-ABSENT = {*REWARD_MODEL.names, *AGENT.names, *IMAGES.names}
-"""Of a stage that neither stream has, of episodes, and of images."""
+ABSENT = {*REWARD_MODEL.names, *AGENT.names, *IMAGES.names, *TEACHER.names, *TEACHER_TOP.names}
+"""Of stages that neither stream has, of episodes, and of images."""
 
 
 class Published:

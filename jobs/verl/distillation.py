@@ -26,13 +26,15 @@ def distillation(state: State) -> None:
     mode, coef = given["loss_mode"] or "k3", state.given.get(f"{_LOSS}.distillation_loss_coef", 1.0)
     rewards = state.given.get(f"{_LOSS}.use_task_rewards") is not False
     gradient = state.given.get(f"{_LOSS}.use_policy_gradient") is not False
+    # Without rewards verl does not read its coefficient.
+    weight = float(coef) if rewards else 1.0
     if mode in _DIVERGENCES and not gradient:
         beta = _DIVERGENCES[mode]
-        state.set("actor.distill_coef", float(coef))
+        state.set("actor.distill_coef", weight)
         state.set("actor.distill_top_k", given["topk"] or 128)
-        state.set("actor.distill_beta", (given["jsd_beta"] or 0.5) if beta is None else beta)
+        state.set("actor.distill_beta", _half(given["jsd_beta"]) if beta is None else beta)
     elif mode in ("k1", "kl") and gradient:
-        state.set("algorithm.teacher_coef", float(coef) if rewards else 1.0)
+        state.set("algorithm.teacher_coef", weight)
     else:
         state.leave(
             f"{_LOSS}.loss_mode",
@@ -40,11 +42,19 @@ def distillation(state: State) -> None:
             "(forward_kl_topk, reverse_kl_topk or jsd_topk with use_policy_gradient=false)",
             cannot=True,
         )
-        state.set("algorithm.teacher_coef", 1.0)
+        state.set("algorithm.teacher_coef", weight)
     if not rewards:
         state.set("algorithm.adv_estimator", "zero")
-    for name in ("loss_max_clamp", "log_prob_min_clamp"):
-        state.leave(f"{_LOSS}.{name}", "nothing is clamped: the loss counts all other tokens as one more outcome")
+    state.notes.append(
+        "verl clamps the divergence of a token to loss_max_clamp (10) and log-probs to log_prob_min_clamp (-10); here "
+        "nothing is clamped"
+    )
+    for name in ("policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kd_temperature"):
+        state.leave(f"{_LOSS}.{name}", "the policy loss and its clip range are the actor's (actor.*)", cannot=True)
+
+
+def _half(beta: Any) -> float:
+    return 0.5 if beta is None else float(beta)
 
 
 def _teachers(state: State) -> None:

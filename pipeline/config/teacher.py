@@ -97,6 +97,10 @@ class TeacherConfig(ScorerConfig):
                 f"placement={REPLICAS}": name is not None and one.placement == TRAIN_WORKERS,
                 f"{key}.placement={TRAIN_WORKERS} with {key}.prompt: train workers have the policy's prompt only; set "
                 f"placement={REPLICAS}": one.prompt is not None and one.placement == TRAIN_WORKERS,
+                f"{key}.placement={TRAIN_WORKERS} with {key}.adapter: train workers hold no adapter of a teacher; "
+                f"merge it into a model, or set placement={REPLICAS}": (
+                    one.adapter is not None and one.placement == TRAIN_WORKERS
+                ),
                 f"{key}.offload=true needs {key}.placement={TRAIN_WORKERS}": (
                     one.offload and one.placement != TRAIN_WORKERS
                 ),

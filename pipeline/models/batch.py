@@ -214,6 +214,9 @@ class TrainBatch(TokenBatch):
                 ends = np.cumsum([offsets[-1] for offsets in values])
                 shifted = [offsets[1:] + end - offsets[-1] for offsets, end in zip(values, ends, strict=True)]
                 joined[name] = np.concatenate([[0], *shifted])
+            elif values[0] is not None and values[0].ndim == 2:
+                # A part without tokens does not show how many entries each token has.
+                joined[name] = np.concatenate([each for each in values if len(each)] or values[:1])
             else:
                 joined[name] = None if values[0] is None else np.concatenate(values)
         return cls(**joined)

@@ -100,7 +100,7 @@ class Policy(Pretrained):
             support = None if support is None else support.select(share.own)
             wanted = None if lists is None else lists.select(share.own)
         both, places = TokenLists.joined([None if support is None else support.inside, wanted])
-        left_out = None if support is None else support.outside
+        left_out = support.outside if support is not None and len(support.outside.ids) else None
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
         (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
         assert weight is not None
@@ -108,7 +108,7 @@ class Policy(Pretrained):
         log_probs, entropies, listed, kept, _ = found
         of_support, of_lists = (None if listed is None or at is None else listed[at] for at in places)
         if support is not None:
-            assert of_support is not None and kept is not None
+            assert of_support is not None
             log_probs = support.renormalise(log_probs, of_support, kept)
         if share is not None:
             log_probs = share.join(log_probs, len(logit_index))

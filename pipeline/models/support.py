@@ -37,19 +37,20 @@ class Support:
         """Return the supports of `tokens` [n] int64, which ascend."""
         return type(self)(self.inside.select(tokens), self.outside.select(tokens))
 
-    def renormalise(self, log_probs: Tensor, listed: Tensor, kept: Tensor) -> Tensor:
+    def renormalise(self, log_probs: Tensor, listed: Tensor, kept: Tensor | None) -> Tensor:
         """[N] float32, log-probs of tokens within their supports, from the log-probs in the whole vocabulary.
 
         Args:
             log_probs: [N] log-probs of the sampled tokens.
             listed: [M] log-probs of the tokens in `inside`.
-            kept: [N] log of the probability of all tokens but those in `outside`.
+            kept: [N] log of the probability of all tokens but those in `outside`; None if there are none.
         """
         position, empty = self.inside.position, self.inside.counts == 0
         top = torch.full_like(log_probs, -torch.inf).scatter_reduce(0, position, listed.detach(), "amax")
         top = torch.where(empty, 0.0, top)
         sums = torch.zeros_like(log_probs).index_add(0, position, (listed - top[position]).exp())
-        return log_probs - torch.where(empty, 1.0, sums).log() - top - kept
+        inside = log_probs - torch.where(empty, 1.0, sums).log() - top
+        return inside if kept is None else inside - kept
 
     def cut(self, logits: Tensor) -> Tensor:
         """[N, V] `logits` with minus infinity for the tokens outside of each position's support."""

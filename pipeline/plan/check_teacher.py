@@ -53,6 +53,8 @@ def _reading(config: Config, there: bool) -> dict[str, object]:
         "{actor.distill_coef} needs a teacher; set teacher.path": uses_distillation(config) and not there,
         "{algorithm.adv_estimator} gives no advantages, and nothing else teaches; set algorithm.teacher_coef or "
         "actor.distill_coef, and teacher.path": algorithm.adv_estimator == "zero" and not reads_teacher(config),
+        "{algorithm.use_kl_in_reward} with {algorithm.adv_estimator}, which reads no rewards; use "
+        "actor.use_kl_loss=true instead": algorithm.use_kl_in_reward and algorithm.adv_estimator == "zero",
         "{algorithm.teacher_coef} with {actor.policy_loss.loss_mode}, which compares whole responses; set it to 0": (
             algorithm.teacher_coef and uses_pairs(config)
         ),

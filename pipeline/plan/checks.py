@@ -16,8 +16,8 @@ from pipeline.derived import (
     chunk_prompts,
     most_contexts,
     needs_whole_rows,
+    replicas,
     scorer_key,
-    scorers,
     uses_critic,
     uses_engines,
 )
@@ -218,7 +218,7 @@ def _batches(config: Config) -> Iterator[str]:
                 f"= {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
             )
         yield from _episode_in_a_pass(config, name, learner)
-    for name, pool in scorers(config).items():
+    for name, pool in replicas(config).items():
         passes[f"{scorer_key(name)}.max_token_len={pool.max_token_len}"] = pool.max_token_len
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     for key, longest in passes.items():

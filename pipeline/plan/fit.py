@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pipeline.config import Config
-from pipeline.derived import scorer_key, scorers, uses_engines
+from pipeline.derived import replicas, scorer_key, uses_engines
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, shown
 
@@ -32,7 +32,7 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
                     f"a train worker {when} and an engine need {shown(beside)} + {shown(engine)} "
                     f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of {gpu.words}, {most}"
                 )
-    for name, pool in scorers(config).items():
+    for name, pool in replicas(config).items():
         weights, part = memory.scorer_weights.get(name) or 0, pool.num_gpus * gpu.memory
         if pool.num_gpus and weights > FULL * part:
             yield (

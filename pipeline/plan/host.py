@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.config.learner import FSDPConfig
-from pipeline.derived import scorers, uses_engines
+from pipeline.derived import replicas, uses_engines
 from pipeline.plan.gpus import GIB
 from pipeline.plan.memory import Memory, Models, estimate, shown
 
@@ -59,7 +59,7 @@ def needed(config: Config, memory: Memory) -> dict[str, float]:
     if uses_engines(config):
         engine = memory.engine_weights + rollout.cpu_kvcache_space_gb * GIB + ENGINE
         parts[_count(rollout.fewest, "engine")] = rollout.fewest * engine
-    for name, pool in scorers(config).items():
+    for name, pool in replicas(config).items():
         weights = memory.scorer_weights.get(name) or 0
         parts[_count(pool.num_workers, f"{name} replica")] = pool.num_workers * (weights + PROCESS)
     # While engines and replicas load a version, the next one may be published.

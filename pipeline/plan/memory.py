@@ -68,6 +68,10 @@ class Memory:
     known."""
     reference_offload: bool = False
     """Value of `scoring.reference.offload`."""
+    train_teacher: int | None = 0
+    """Bytes of a teacher's weights in one train worker; 0 without such a teacher, None if its size is not known."""
+    teacher_offload: bool = False
+    """Value of `teacher.offload`."""
     train_gathered: int = 0
     """Peak bytes of all-gathered weights, with their gradients before the reduction, in one train worker."""
     train_activations: int = 0
@@ -92,7 +96,7 @@ class Memory:
     def train_worker(self) -> int:
         """Bytes of one train worker on its device, without gathered weights, activations and offloaded state."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
-        others = (self.train_critic or 0) + (self.train_reference or 0)
+        others = (self.train_critic or 0) + (self.train_reference or 0) + (self.train_teacher or 0)
         return actor + self.train_versions + others - self.offloaded
 
     @property
@@ -101,13 +105,13 @@ class Memory:
         actor = {"optimizer": self.train_optimizer}
         actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
         critic = {"optimizer": self.critic_optimizer, "all": self.train_critic or 0}
-        reference = self.reference_offload * (self.train_reference or 0)
-        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0) + reference
+        frozen = self.reference_offload * (self.train_reference or 0) + self.teacher_offload * (self.train_teacher or 0)
+        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0) + frozen
 
     @property
     def train_start(self) -> int:
         """Bytes of host memory that a train worker needs at its start, to read its shards of all models."""
-        return self.train_weights + self.critic_weights + (self.train_reference or 0)
+        return self.train_weights + self.critic_weights + (self.train_reference or 0) + (self.train_teacher or 0)
 
     @property
     def checkpoint(self) -> int:
@@ -185,10 +189,11 @@ def estimate(config: Config, models: Models) -> Memory:
         gpu = config.trainer.use_gpu
         dtype = scoring_model(config.model, config.scoring.reference, config.actor.fsdp, gpu=gpu).dtype
         train_reference = None if reference is None else reference.parameters * BYTES[dtype] // workers
-    if shards_teacher(config) and train_reference is not None:
+    train_teacher: int | None = 0
+    if shards_teacher(config):
         dtype = scoring_model(config.model, config.teacher, config.actor.fsdp, gpu=config.trainer.use_gpu).dtype
         teacher = models.teachers["teacher"]
-        train_reference = None if teacher is None else train_reference + teacher.parameters * BYTES[dtype] // workers
+        train_teacher = None if teacher is None else teacher.parameters * BYTES[dtype] // workers
     return Memory(
         parameters=model.parameters,
         train_weights=of_actor[0],
@@ -212,7 +217,9 @@ def estimate(config: Config, models: Models) -> Memory:
         train_activations=activations - kept,
         train_kept=kept,
         train_reference=train_reference,
-        reference_offload=config.scoring.reference.offload or config.teacher.offload,
+        reference_offload=config.scoring.reference.offload,
+        train_teacher=train_teacher,
+        teacher_offload=config.teacher.offload,
     )
 
 

@@ -208,7 +208,8 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     critic = unknown if memory.train_critic is None else shown(memory.train_critic)
     tokens = pass_tokens(config)
     waiting = memory.offloaded + memory.train_kept
-    reference = unknown if memory.train_reference is None else shown(memory.train_reference)
+    sizes = memory.train_reference, memory.train_teacher
+    reference, teacher = (unknown if size is None else shown(size) for size in sizes)
     yield (
         "memory of a train worker",
         shown(memory.train_peak)
@@ -216,6 +217,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
         + f": {worker_parts(memory, tokens)}"
         + (f", critic {critic}" if uses_critic(config) else "")
         + (f", reference {reference}" if shards_reference(config) else "")
+        + (f", teacher {teacher}" if shards_teacher(config) else "")
         + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else "")
         + (f"; {shown(waiting)} of these in host memory instead" if waiting else ""),
     )

@@ -9,9 +9,9 @@ from pipeline.config.bounds import sentences
 from pipeline.derived import (
     policy_loss,
     reads_reference,
+    replicas,
     rollout_correction,
     scorer_key,
-    scorers,
     uses_agent,
     uses_critic,
     uses_engines,
@@ -91,7 +91,7 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
             config.data.sampler not in ("uniform", "weighted") and config.trainer.total_training_steps is None
         ),
     }
-    for name, pool in scorers(config).items():
+    for name, pool in replicas(config).items():
         sentence = (
             f"{scorer_key(name)}.num_gpus=0: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs"
         )

@@ -19,6 +19,7 @@ from pipeline.prompts.parquet import MEDIA, Place
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.rows import IMAGES, PROMPT, prompt_columns
 from pipeline.sampling import RowLimits
+from pipeline.teachers import TeacherRows, taught
 
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
 """Columns of the stream that depend only on the prompt. `stamp` adds the columns `split`, `chunk` and `iteration`."""
@@ -101,6 +102,24 @@ class PromptEncoder:
         ids = self.chat.encode([prompt.values.get(self.prompt_key) for prompt in prompts], [len(one) for one in images])
         return list(zip(ids, images, strict=True))
 
+    def _check_teacher(self, teachers: TeacherRows, row: dict[str, Any], extra_info: Any) -> None:
+        """Check that a row has a teacher, and that the prompt that the teacher reads can be written and fits.
+
+        Raises:
+            ValueError: it has none, or the prompt cannot be written or is too long.
+        """
+        name = teachers.check(row["data_source"], row["agent_name"], extra_info)
+        if (template := teachers.prompts.get(name)) is None:
+            return
+        messages = taught(template, json.loads(row["prompt"]), json.loads(row["ground_truth"]), extra_info or {})
+        (ids,) = self.chat.encode([messages], [0])
+        tokens, most = len(ids) + self.chat.data.max_response_length, teachers.longest[name]
+        if tokens > most:
+            raise ValueError(
+                f"the teacher's prompt has {len(ids)} tokens, and with data.max_response_length="
+                f"{self.chat.data.max_response_length} more than the {most} of the teacher's max_token_len; raise that"
+            )
+
     def _row(self, prompt: Prompt, ids: list[int], images: list[bytes]) -> dict[str, Any] | None:
         values = prompt.values
         extra_info = values.get("extra_info")
@@ -121,7 +140,7 @@ class PromptEncoder:
             self.limits.check(extra_info)
             self.limits.check_agent(values.get("agent_name"))
             if self.limits.teachers is not None:
-                self.limits.teachers.check(source, values.get("agent_name"), extra_info)
+                self._check_teacher(self.limits.teachers, row, extra_info)
             if begun_answer(messages) is not None:
                 self.limits.check_asks(values.get("agent_name"))
             # The ground truth is checked in the form in which the reward function will get it.

@@ -14,7 +14,15 @@ from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
 from pipeline.conversations import begun_text
-from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines, uses_images
+from pipeline.derived import (
+    reward_parts,
+    rollout_correction,
+    uses_agent,
+    uses_baselines,
+    uses_engines,
+    uses_images,
+    uses_policy_scores,
+)
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
 from pipeline.storage.moved import same
@@ -173,6 +181,7 @@ def check_recording(config: Config) -> int:
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
     read = ["prompt", "response_ids", "response", *["spans"] * uses_agent(config)]
     _check_tokens(config, rows.select(read).to_pylist())
+    _check_supports(config, recorded, rows["support_sizes"].null_count == len(rows))
     if uses_images(config):
         _check_images(config, rows.select(["images", "image_hash"]).to_pylist())
     check_sources(sources, config.reward, config.agent)
@@ -229,6 +238,34 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
                 f"{name}={now}: {estimator} compares with the recorded scores of greedy responses, whose text is not "
                 f"recorded, so the reward must stay as recorded ({was}); leave it, or choose another estimator"
             )
+
+
+def _check_supports(config: Config, recorded: Config, none: bool) -> None:
+    """Check that tokens that were sampled from a part of the vocabulary are recorded with it.
+
+    Args:
+        config: settings of the replay.
+        recorded: settings of the recorded run.
+        none: True if the checked rows have no such part.
+
+    Raises:
+        ConfigError: they are not, and the replay compares their log-probs with others.
+    """
+    restricted = [f"rollout.{key}" for key, used in recorded.rollout.restrictions().items() if used]
+    correction = rollout_correction(config)
+    readers = {
+        "actor.old_log_probs=engine": config.actor.old_log_probs == "engine",
+        "algorithm.use_kl_in_reward=true": config.algorithm.use_kl_in_reward,
+        "algorithm.teacher_coef": config.algorithm.teacher_coef > 0,
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": uses_policy_scores(config),
+        "algorithm.rollout_correction": correction.rollout_is != "none" or correction.rollout_rs is not None,
+    }
+    if restricted and none and (reads := [key for key, used in readers.items() if used]):
+        raise ConfigError(
+            f"{config.data.recorded_run} was recorded with {' and '.join(restricted)} by a version that did not write "
+            f"the tokens that could be sampled, so its log-probs cannot be compared as {' and '.join(reads)} needs; "
+            "record the run again, or leave that out"
+        )
 
 
 def _check_tokens(config: Config, rows: list[dict]) -> None:

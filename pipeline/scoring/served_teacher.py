@@ -33,6 +33,8 @@ class ServedTeacher(TeacherStage):
 
     Raises:
         ImportError: the package openai is missing.
+        ValueError: the variable of the key is not set.
+        RuntimeError: the server does not answer as it must.
     """
 
     def __init__(
@@ -54,18 +56,32 @@ class ServedTeacher(TeacherStage):
             from openai import AsyncOpenAI
         except ImportError as error:
             raise ImportError(f"{name}.url needs the package openai ({error}): pip install openai") from None
-        key = os.environ.get(scorer.api_key_env, "") if scorer.api_key_env else "none"
+        key = os.environ.get(scorer.api_key_env) if scorer.api_key_env else "none"
+        if key is None:
+            raise ValueError(
+                f"{name}: the variable {scorer.api_key_env} (api_key_env) is not set on this node; set it with "
+                "trainer.env_vars, or on every node"
+            )
         self._url, self._served, self._name = scorer.url, scorer.served_model, name
         self._open = lambda: AsyncOpenAI(
-            base_url=scorer.url, api_key=key or "none", timeout=scorer.timeout_s, max_retries=RETRIES
+            base_url=scorer.url, api_key=key, timeout=scorer.timeout_s, max_retries=RETRIES
         )
+        # A server that cannot be used is found before the first rows.
+        into = [np.zeros(1), *(np.zeros((1, self.top)) for _ in range(2 * bool(self.top)))]
+        asyncio.run(self._ask_all(TokenBatch.of([[0]], [[1]]), into))
 
     def score(self, teacher: str, rows: TokenBatch, into: list[np.ndarray]) -> None:
         """See `TeacherStage.score`.
 
         Raises:
             RuntimeError: the server failed, or returned no log-prob of a token.
+            ValueError: a token was sampled from a part of the vocabulary.
         """
+        if rows.support_sizes is not None:
+            raise ValueError(
+                f"rows have tokens that were sampled from a part of the vocabulary, and the teacher {self._name} at "
+                f"{self._url} returns log-probs over the whole; record rows without top_p, top_k, min_p and min_tokens"
+            )
         asyncio.run(self._ask_all(rows, into))
 
     async def _ask_all(self, rows: TokenBatch, into: list[np.ndarray]) -> None:
@@ -83,7 +99,8 @@ class ServedTeacher(TeacherStage):
             except Exception as error:
                 raise RuntimeError(
                     f"the teacher {self._name} at {self._url} failed: {short_reason(error)}; it must return "
-                    "prompt_logprobs for token ids, as vLLM's server does"
+                    f"prompt_logprobs for token ids, as vLLM's server does, {max(1, self.top)} or more for each "
+                    "(--max-logprobs)"
                 ) from error
 
     async def _ask(self, client: Any, rows: TokenBatch, context: int, into: list[np.ndarray]) -> None:

@@ -39,7 +39,7 @@ _SECTIONS = {
         "num_workers num_cpus num_gpus num_threads max_token_len",
     ),
     "scoring": "reference.placement reference.offload",
-    "teacher": "num_workers num_cpus num_gpus num_threads max_token_len timeout_s api_key_env",
+    "teacher": "url placement offload num_workers num_cpus num_gpus num_threads max_token_len timeout_s api_key_env",
     "trainer": "project_name experiment_name default_local_dir total_epochs total_training_steps cpus_per_worker "
     "num_threads ray_num_cpus object_store_gb val_before_train test_freq save_freq max_ckpt_to_keep best_metric "
     "best_metric_mode num_workers use_gpu gpus_per_worker resume accept_changed max_failures max_log_prob_gap "

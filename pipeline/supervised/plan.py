@@ -6,7 +6,7 @@ from rich.table import Table
 
 from pipeline.config import Config, ConfigError
 from pipeline.config.scoring import TRAIN_WORKERS
-from pipeline.config.supervised import SFTConfig, SupervisedConfig
+from pipeline.config.supervised import SFTConfig, SFTTeacherConfig, SupervisedConfig
 from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu
 from pipeline.plan.host import PROCESS, RAY, machine_memory
 from pipeline.plan.memory import Memory, Models, estimate, pass_tokens, shown
@@ -118,7 +118,7 @@ def plan(
         )
     val_rows = min(val_rows, limit) if limit >= 0 else val_rows
     alike = _alike(config, sides)
-    teacher = config.teacher.path if isinstance(config, SFTConfig) else None
+    teacher = config.teacher if isinstance(config, SFTConfig) and config.teacher.path else None
     memory, tokens = _memory(alike, causal, teacher), pass_tokens(alike)
     return SupervisedPlan(config, rows, val_rows, steps, -(-steps * batch // rows), memory, tokens)
 
@@ -136,12 +136,13 @@ def _alike(config: SupervisedConfig, sides: int) -> Config:
     return alike
 
 
-def _memory(alike: Config, causal: bool, teacher: str | None) -> Memory | None:
+def _memory(alike: Config, causal: bool, teacher: SFTTeacherConfig | None) -> Memory | None:
     model = read_model(alike.model.path)
     if model is None or not model.parameters:
         return None
     policy = model if causal else model.with_value_head()
     if teacher is not None:
-        alike.teacher.path, alike.teacher.placement, alike.actor.distill_coef = teacher, TRAIN_WORKERS, 1.0
-    taught = {"teacher": read_model(teacher)}
+        alike.teacher.path, alike.teacher.placement, alike.actor.distill_coef = teacher.path, TRAIN_WORKERS, 1.0
+        alike.teacher.dtype, alike.teacher.offload = teacher.dtype, teacher.offload
+    taught = {"teacher": read_model(alike.teacher.path)}
     return estimate(alike, Models(policy, critic=None, reference=policy, reward=None, teachers=taught))

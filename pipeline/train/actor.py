@@ -77,7 +77,8 @@ class Actor(Learner):
         self.loss = get_policy_loss(config.policy_loss.loss_mode)
         self.correction = parse(correction)
         self.guards_gap = guards_gap
-        self.own_reference, self.reference = own_reference, reference
+        self.own_reference = own_reference or teacher is not None
+        self._computes_reference, self.reference = own_reference, reference
         self.teacher, self.teacher_coef = teacher, teacher_coef
         further = config.entropy_coeff or config.use_kl_loss or config.distill_coef
         self.skips_without_advantage = self.loss.of_pairs or (self.loss.zero_without_advantage and not further)
@@ -105,7 +106,7 @@ class Actor(Learner):
         """Write the log-probs of reference and teacher into `rows`, if the actor has to compute them; a collective."""
         if self.teacher is not None:
             self._compute_teacher(rows, self.teacher)
-        if not self.own_reference:
+        if not self._computes_reference:
             return
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
         other = self.reference
@@ -127,6 +128,10 @@ class Actor(Learner):
             for into, values in zip((rows.teacher_top_ids, rows.teacher_top_log_probs), found.top or (), strict=False):
                 assert into is not None
                 into[batch.token_index] = values.cpu().numpy()
+        if not np.isfinite(log_probs).all():
+            raise ValueError(
+                "a log-prob of the teacher is not finite; a type such as float16 may overflow (teacher.dtype)"
+            )
         # Rows share this array with the critic, which learns from rewards only.
         rows.advantages = rows.advantages + self.teacher_coef * (log_probs - rows.rollout_log_probs) * rows.mask
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Config
-from pipeline.derived import scorer_key, scorers, uses_engines
+from pipeline.derived import replicas, scorer_key, uses_engines
 from pipeline.errors import FinalError
 from pipeline.greeting import Change, Greeting, GreetingPlan, Way
 from pipeline.models.handshake import Compared, sentence, shake_hands, shown_prompt
@@ -146,11 +146,11 @@ class Handshake:
         config = self._config
         if config.model.share_prompts == "always" and not way.shared:
             return "model.share_prompts=always does not allow that; set it to auto"
-        replicas = sorted({*scorers(config)} - {"reward_model"})
-        if config.rollout.sleep and replicas:
+        others = sorted({*replicas(config)} - {"reward_model"})
+        if config.rollout.sleep and others:
             share = "" if way.packed else f"model.attn_implementation={way.attention} "
             return (
-                f"replicas ({', '.join(map(scorer_key, replicas))}) have scored rows in the other way already, since "
+                f"replicas ({', '.join(map(scorer_key, others))}) have scored rows in the other way already, since "
                 f"engines sleep (rollout.sleep); set {share}model.share_prompts=never"
             )
         return None

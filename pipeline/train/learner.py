@@ -81,7 +81,7 @@ class Learner(ABC):
     # Different in actor and critic.
 
     own_reference = False
-    """True if `compute_reference` has something to do."""
+    """True if `compute_reference` has something to do, for a reference or a teacher."""
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -72,7 +72,8 @@ def numbers(module: Any, rows: TokenBatch, taken: list[list[int]], pad: int = 0)
     batch = pack(rows, taken, pad, packed=enable(module.decoder) is None)
     more = {"positions": batch.positions, "packing": batch.packing}
     if isinstance(module, Policy):
-        found = torch.stack(module(batch.input_ids, batch.logit_index, batch.targets, 0.7, 5, True, **more), 1)
+        log_probs, entropies, *_ = module(batch.input_ids, batch.logit_index, batch.targets, 0.7, 5, True, **more)
+        found = torch.stack([log_probs, entropies], 1)
     else:
         found = module(batch.input_ids, batch.logit_index, **more)[:, None]
     return found[torch.from_numpy(np.argsort(batch.token_index))]

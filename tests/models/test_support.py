@@ -135,6 +135,15 @@ def test_rows_with_and_without_supports_in_any_order_of_packs() -> None:
     assert pack(first, [[0]]).support is None
 
 
+def test_a_part_without_tokens_is_joined_with_others() -> None:
+    table = rows_of([[4, 9], []], [None, None])
+    for name, kind in (("teacher_top_ids", INTS), ("teacher_top_log_probs", FLOATS)):
+        table = table.append_column(name, pa.array([[1, 2, 3, 4], []], kind))
+    parts = [TrainBatch.from_table(table.slice(row, 1)) for row in (1, 0, 1)]
+    joined = TrainBatch.concat(parts)
+    assert joined.teacher_top_ids is not None and joined.teacher_top_ids.tolist() == [[1, 2], [3, 4]]
+
+
 def test_unknown_supports_count_as_the_whole_vocabulary() -> None:
     table = rows_of([[4]], [[[4]]])
     place = table.schema.get_field_index("support_sizes")

@@ -191,6 +191,35 @@ def test_every_algorithm_runs_the_demo(path, tmp_path):
     check_resources(plan(config).stages, config.trainer.ray_num_cpus)
 
 
+TAUGHT = "algorithm.teacher_coef=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (TAUGHT, "algorithm.teacher_coef teacher.path"),
+        ("actor.distill_coef=1", "actor.distill_coef teacher.path"),
+        ("algorithm.adv_estimator=zero", "algorithm.adv_estimator"),
+        (f"{TAUGHT} teacher.path=./nowhere", "teacher.path"),
+        (f"{TAUGHT} teacher.url=http://x/v1 rollout.top_k=5", "teacher.url rollout.top_k"),
+        (f"{TAUGHT} teacher.url=http://x/v1 teacher.placement=train_workers", "teacher.placement teacher.url"),
+        (f"{TAUGHT} teacher.url=http://x/v1 teacher.api_key_env=NOT_SET_HERE", "teacher.api_key_env"),
+        (f"{TAUGHT} teacher.named.a.path=x teacher.named.b.path=y teacher.named.b.sources=[a]", "teacher.named"),
+        (f"{TAUGHT} teacher.named.a.sources=[a]", "teacher.named.a"),
+        (f"{TAUGHT} teacher.path=x teacher.adapter=y teacher.placement=train_workers", "teacher.adapter"),
+        (f"{TAUGHT} teacher.path=x teacher.prompt=Well", "teacher.prompt"),
+        (f"{TAUGHT} teacher.path=x teacher.sources=[a]", "teacher.sources"),
+        (f"{TAUGHT} teacher.path=x teacher.by=reward", "teacher.by"),
+        (f"{TAUGHT} teacher.path=x teacher.offload=true", "teacher.offload"),
+        (f"{PAIRS} {TAUGHT} teacher.path=x", "algorithm.teacher_coef actor.policy_loss.loss_mode"),
+        (f"algorithm.adv_estimator=zero {TAUGHT} teacher.path=x {KL}", "algorithm.use_kl_in_reward"),
+    ],
+)
+def test_refused_teachers(overrides: str, keys: str) -> None:
+    sentence = refusal(*overrides.split())
+    assert all(key in sentence for key in keys.split()), sentence
+
+
 @pytest.mark.parametrize("restriction", ["top_p=0.9", "top_k=50", "min_p=0.05", "min_tokens=4"])
 @pytest.mark.parametrize("reader", [BYPASS, KL, "algorithm.adv_estimator=optimal_token_baseline"])
 def test_tokens_of_a_part_of_the_vocabulary_go_with_every_algorithm(restriction: str, reader: str) -> None:

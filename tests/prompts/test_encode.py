@@ -147,3 +147,21 @@ def test_media_columns_of_other_types(encoder_of, prompt_row):
     assert len(encoder_of()(prompts(prompt_row(0, images=0, audios=np.array([]))))) == 1
     with pytest.raises(ValueError, match="the column `images` has content"):
         encoder_of()(prompts(prompt_row(0, images=2)))
+
+
+def test_what_a_teacher_reads_is_checked_with_the_row(tokenizer, prompt_row):
+    config = Config()
+    config.data.max_prompt_length, config.data.max_response_length = 60, 10
+    config.algorithm.teacher_coef, config.teacher.path = 1.0, "x"
+    config.teacher.prompt = "{prompt} {extra_info.hint}"
+
+    def encoded(hint):
+        encoder = PromptEncoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+        return encoder(prompts(prompt_row(0) | {"extra_info": {"hint": hint}}))
+
+    assert len(encoded("Look.")) == 1
+    with pytest.raises(ValueError, match="extra_info.hint` is missing, which the teacher's prompt reads"):
+        encoded(None)
+    config.teacher.max_token_len = 40
+    with pytest.raises(ValueError, match="the teacher's prompt has .* more than the 40 of the teacher's max_token_len"):
+        encoded("x" * 99)

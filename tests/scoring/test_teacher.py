@@ -175,6 +175,12 @@ def test_rows_are_checked_when_they_are_read() -> None:
     rows = TeacherRows.of(config.teacher)
     rows.check("a", None, {"hint": "h"})
     rows.check("b", None, None)
+    config.teacher.by = "extra_info.level"
+    by_level = TeacherRows.of(config.teacher)
+    assert by_level.check("x", None, {"level": "b"}) == "b"
+    for level in (["b"], {"b": 1}, 5, None):
+        with pytest.raises(ValueError, match="for which there is no teacher"):
+            by_level.check("x", None, {"level": level})
     for source, info, words in (("a", {}, "extra_info.hint` is missing"), ("c", {}, "for which there is no teacher")):
         with pytest.raises(ValueError, match=words):
             rows.check(source, None, info)
@@ -191,6 +197,11 @@ def test_advantages_are_log_ratios_of_teacher_and_engine(tiny_model: Path, other
         both["advantages"],
         [torch.tensor(row).double() + own for row, own in zip(rewards["advantages"].to_pylist(), wanted, strict=True)],
     )
+
+
+def sizes_of(table: pa.Table) -> pa.Array:
+    """Supports of the sampled token alone."""
+    return pa.array([[1] * len(ids) for ids in table["response_ids"].to_pylist()], pa.list_(pa.int32()))
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -242,6 +253,10 @@ def test_a_served_teacher_gives_the_same(tiny_model: Path, others: list[Path]) -
         assert served["teacher_top_ids"].equals(plain["teacher_top_ids"])
         for name in ("teacher_log_probs", "teacher_top_log_probs"):
             assert_near(served[name], [torch.tensor(row).double() for row in plain[name].to_pylist()])
+        cut = table.set_column(table.column_names.index("support_sizes"), "support_sizes", sizes_of(table))
+        cut = cut.set_column(cut.column_names.index("support"), "support", cut["response_ids"])
+        with pytest.raises(ValueError, match="were sampled from a part of the vocabulary"):
+            scored(config_of(tiny_model, url=url), cut)
         Server.broken = True
         with pytest.raises(RuntimeError, match="teacher at http.* failed: .*it must return prompt_logprobs"):
             scored(config_of(tiny_model, url=url), table)

@@ -43,7 +43,18 @@ def test_several_teachers_by_a_column() -> None:
 
 def test_losses_that_are_not_here_and_clamps() -> None:
     assert left(*ON, *ONE, f"{LOSS}.loss_mode=k3", f"{LOSS}.use_policy_gradient=False")[f"{LOSS}.loss_mode"][1]
-    assert not left(*ON, *ONE, *GRADIENT, f"{LOSS}.loss_max_clamp=10")[f"{LOSS}.loss_max_clamp"][1]
+    assert any("nothing is clamped" in note for note in converted(*ON, *ONE, *GRADIENT).notes)
+    assert left(*ON, *ONE, *GRADIENT, f"{LOSS}.clip_ratio=0.3")[f"{LOSS}.clip_ratio"][1]
+
+
+def test_coefficients_count_with_rewards_alone() -> None:
+    half = f"{LOSS}.distillation_loss_coef=0.5"
+    assert (
+        values(*ON, *ONE, *SUPERVISED, f"{LOSS}.loss_mode=jsd_topk", f"{LOSS}.jsd_beta=0", half)["actor.distill_coef"]
+        == 1.0
+    )
+    with_rewards = values(*ON, *ONE, *SUPERVISED[:2], f"{LOSS}.loss_mode=forward_kl_topk", half)
+    assert with_rewards["actor.distill_coef"] == 0.5 and with_rewards["algorithm.adv_estimator"] == "grpo"
 
 
 def test_nothing_is_read_if_it_is_off() -> None:

@@ -382,7 +382,7 @@ def stopped() -> dict[str, Any]:
 RESTRICTIONS: tuple[dict[str, Any], ...] = (
     *({"top_p": 0.95}, {"top_p": 0.8}, {"top_k": 20}, {"top_k": 5}, {"min_p": 0.3}, {"min_tokens": 40}),
     {"top_p": 0.9, "top_k": 30, "min_p": 0.1, "min_tokens": 40},
-    {"top_p": 0.9, "max_support": 1},
+    {"top_k": 4, "max_support": 2},
 )
 """Settings with which tokens are sampled from a part of the vocabulary."""
 
@@ -424,8 +424,9 @@ def supports(temperature: float) -> list[dict[str, Any]]:
             if batch.support_sizes is not None:
                 known = batch.support_sizes != rows.UNKNOWN
                 own["unknown"] = int((~known).sum())
-            own[name] = float(np.exp(trainer - engine)[known].mean())
-            own[f"gap {name}"] = float(np.abs(trainer - engine)[known].max())
+            if known.any():
+                own[name] = float(np.exp(trainer - engine)[known].mean())
+                own[f"gap {name}"] = float(np.abs(trainer - engine)[known].max())
         found.append(own)
     rollout.temperature = 1.0
     return found

@@ -306,6 +306,7 @@ def body(request_id: str, request: EngineRequest, version: int, seeds: bool) -> 
         "temperature": own.temperature,
         "top_p": own.top_p,
         "top_k": own.top_k,
+        "min_p": own.min_p,
         "stop": list(own.stop),
         "stop_token_ids": [] if request.ignore_eos else list(request.ends),
         "ignore_eos": request.ignore_eos,

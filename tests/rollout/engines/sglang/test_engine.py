@@ -39,7 +39,7 @@ def test_a_request_has_the_version_as_its_salt() -> None:
     body = engine.body("a", REQUEST, 3, seeds=False)
     assert (body["rid"], body["input_ids"], body["cache_salt"], body["return_logprob"]) == ("a", [5, 6], "v3", True)
     assert body["sampling_params"] == {
-        **{"max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.7, "top_p": 1.0, "top_k": -1},
+        **{"max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
         **{"stop": ["x"], "stop_token_ids": [1], "ignore_eos": False},
     }
     assert engine.body("a", REQUEST, 3, seeds=True)["sampling_params"]["sampling_seed"] == 7
