@@ -36,7 +36,7 @@ TOKENS = 16
 def sampled(engine: engines.Engine, prompts: list[list[int]], own: Sampling) -> list[Generation]:
     """Return a response to each prompt."""
     for number, ids in enumerate(prompts):
-        engine.add(str(number), EngineRequest(ids, own, seed=number, with_support=True))
+        engine.add(str(number), EngineRequest(ids, own, seed=number, for_training=True))
     done: dict[int, Generation] = {}
     while len(done) < len(prompts):
         done |= {int(output.request_id): output.generation for output in engine.step()}

@@ -10,7 +10,9 @@
    prompt has the same tokens with and without a response after it.
 4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in assistant messages,
    `<tool_response>` in a user's turn. If the files have a column `tools`, the tokenizer is trained on these texts too.
-5. With `--vision FAMILY` the model reads pictures, and gets a processor (`tiny_vision.py`).
+5. With `--experts N` it is a mixture of experts, a Qwen3-MoE; a token takes two of them, which together are as wide as
+   the feed-forward network of the other model.
+6. With `--vision FAMILY` the model reads pictures, and gets a processor (`tiny_vision.py`).
 """
 
 import argparse
@@ -26,7 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from jobs.command import called
@@ -65,6 +73,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BATCH_ROWS = 1024
+CHOSEN = 2
+"""Number of experts that a token takes in each layer."""
 
 
 def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
@@ -193,27 +203,44 @@ def decoder_sizes(
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
-) -> Qwen3ForCausalLM:
-    """Return a Qwen3 with random weights and the vocabulary of `tokenizer`.
+    tokenizer: PreTrainedTokenizerFast,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    tie: bool,
+    seed: int,
+    experts: int = 0,
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """Return a Qwen3, or a Qwen3-MoE with `experts`, with random weights and the vocabulary of `tokenizer`.
 
     `seed` is the seed of the weights. Other arguments and errors are the same as for `decoder_sizes`.
+
+    Raises ValueError also for fewer experts than a token takes.
     """
-    sizes = decoder_sizes(tokenizer, hidden, layers, heads, kv_heads, tie)
+    sizes = decoder_sizes(tokenizer, hidden, layers, heads, kv_heads, tie) | {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if experts and experts < CHOSEN:
+        raise ValueError(f"--experts {experts} must be 0, or at least {CHOSEN}, the number that a token takes")
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        **sizes,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+    if not experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    width = sizes["intermediate_size"] // CHOSEN
+    config = Qwen3MoeConfig(
+        **sizes, num_experts=experts, num_experts_per_tok=CHOSEN, moe_intermediate_size=width, norm_topk_prob=True
     )
-    return Qwen3ForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
 
 
 def make(args: argparse.Namespace) -> str:
     """Make and save model and tokenizer as the options set. Returns a line of text with their sizes."""
     check_out(args.out)
+    if args.vision and args.experts:
+        raise ValueError("--experts is for models of text; leave out --vision or --experts")
     heads = args.heads or max(1, args.hidden // 32)
     if args.data:
         corpus: Iterable[str] = texts(args.data, args.rows)
@@ -229,7 +256,7 @@ def make(args: argparse.Namespace) -> str:
         with written_whole(args.out) as folder:
             save_vision(folder, model, tokenizer, args.vision)
     else:
-        model = build_model(tokenizer, *sizes, args.seed)
+        model = build_model(tokenizer, *sizes, args.seed, args.experts)
         with written_whole(args.out) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -253,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--heads", type=int, metavar="N", help="attention heads (default: width / 32)")
     add("--kv-heads", type=int, metavar="N", help="key and value heads (default: as --heads)")
     add("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head (default: yes)")
+    add("--experts", type=int, default=0, metavar="N", help="experts in each layer (default: 0, no mixture)")
     add("--vision", choices=sorted(FAMILIES), help="family of a model that reads pictures (default: text only)")
     add("--seed", type=int, default=0, metavar="S", help="seed of the weights (default: %(default)s)")
     args = parser.parse_args(argv)

@@ -35,8 +35,9 @@ class EngineRequest:
     """True to go on generating past all of them."""
     images: PromptImages | None = None
     """Images of the prompt; None if it has only text."""
-    with_support: bool = False
-    """True to return the tokens from which each token was sampled."""
+    for_training: bool = False
+    """True to return what the trainer needs to compute the same numbers: the tokens from which each token was sampled,
+    and, with `rollout.replay_routes`, the experts of all tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Generation:
     support: tuple[np.ndarray, np.ndarray] | None = None
     """The columns `support` [M] int32 and `support_sizes` [T] int32; None if no token had a support that is smaller
     than the vocabulary, or the request does not ask for them."""
+    routes: np.ndarray | None = None
+    """[P + T, W] int16, the experts of each token of prompt and response, layer after layer; `UNROUTED` for the last
+    one. None if the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ that follow this prompt. The prompt of the first sequence is in `prompt_ids`, an
 UNKNOWN = -(2**31)
 """Entry of `support_sizes` for a token whose support was too large to be written (`rollout.max_support`)."""
 
+ROUTES = pa.list_(pa.int16())
+"""Experts of the tokens of a row, layer after layer: all contexts, each with its prompt, token after token."""
+UNROUTED = -1
+"""Entry of `routes` for a token that no engine passed through the model, such as the last one of a response."""
+
 BINARIES = pa.list_(pa.binary())
 
 _TYPES = {
@@ -42,6 +47,7 @@ _TYPES = {
     "floats": FLOATS,
     "runs": RUNS,
     "mask": pa.list_(pa.int8()),
+    "routes": ROUTES,
     "spans": SPANS,
     "contexts": CONTEXTS,
 }
@@ -109,6 +115,7 @@ response_mask | mask | rollout | advantage, train | 1 if the policy wrote the to
 rollout_log_probs | floats | rollout | train | log-prob the engine sampled each token with
 support | ints | rollout | reference, policy, train | ids that each token was sampled from, or ids left out
 support_sizes | ints | rollout | reference, policy, train | per token: n ids; -n: n ids left out; 0: none left out
+routes | routes | rollout | train | experts of each token of prompts and response; null without `rollout.replay_routes`
 response | string | rollout | reward, track | decoded response, special tokens left out
 finish_reason | string | rollout | metrics | `stop`, `length`, or `abort`
 policy_version | int64 | rollout | train | oldest version that generated a token of the row; of most rows the only one

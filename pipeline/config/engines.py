@@ -21,6 +21,8 @@ class EngineFacts:
     supports: bool
     """With top-p, top-k, min-p and min_tokens, log-probs are renormalised over the tokens that are left, and the engine
     returns these tokens."""
+    routes: bool
+    """The engine returns the experts of each token in a mixture of experts (`rollout.replay_routes`)."""
     sleep: bool
     """The engine can free its GPU memory while it is idle."""
     adapters: bool
@@ -60,6 +62,7 @@ FACTS = {
         package="vllm",
         seeds=True,
         supports=True,
+        routes=True,
         sleep=True,
         adapters=True,
         tensor_parallel=True,
@@ -72,6 +75,7 @@ FACTS = {
         package=None,
         seeds=True,
         supports=True,
+        routes=True,
         sleep=False,
         adapters=False,
         tensor_parallel=False,
@@ -86,6 +90,7 @@ FACTS = {
         seeds=False,
         seeds_with="enable_deterministic_inference",
         supports=False,
+        routes=False,
         sleep=False,
         adapters=False,
         tensor_parallel=False,

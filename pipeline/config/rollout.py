@@ -58,6 +58,11 @@ class RolloutConfig:
     (`top_p`, `top_k`, `min_p`, `min_tokens`), so that the trainer computes its log-prob over the same part. Tokens with
     a larger part, and a larger rest, are trained without this, and counted (`rollout/support_unknown`)."""
 
+    replay_routes: bool = False
+    """Write the experts that the engine chose for each token of a mixture of experts into the rows, and let the trainer
+    take the same ones. Else the trainer's rounding chooses others now and then, and log-probs differ. A row grows by
+    two bytes for each token, layer and expert."""
+
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the text is kept in the response. Generation is slower, since the engine must decode
     tokens while it generates."""

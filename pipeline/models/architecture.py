@@ -1,4 +1,5 @@
-"""Limits of a model by its `config.json`: whether it can take packed rows, and its longest row. Does not load torch."""
+"""Facts about a model by its `config.json`: whether it can take packed rows, its longest row, and whether its experts can
+be replayed. Does not load torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,14 @@ def why_padded(config: Any) -> str | None:
     if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
         return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
     return None
+
+
+ROUTERS = {
+    "MixtralTopKRouter": "mixtral",
+    "OlmoeTopKRouter": "olmoe",
+    "Qwen3MoeTopKRouter": "qwen3_moe",
+}
+"""Classes of routers whose experts can be noted and replayed (`routes.py`), with the `model_type` of their family."""
 
 
 LENGTHS = (

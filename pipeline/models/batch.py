@@ -12,7 +12,7 @@ import torch
 from pipeline.models.contexts import unfold
 from pipeline.models.head import TokenLists
 from pipeline.models.support import Support
-from pipeline.rows import UNKNOWN, flat, loss_mask, per_token
+from pipeline.rows import UNKNOWN, UNROUTED, flat, loss_mask, per_token
 
 
 @dataclass
@@ -38,6 +38,8 @@ class TokenBatch:
     """[M] int32, the supports of all response tokens, as in the column `support`; None if no row has one."""
     support_sizes: np.ndarray | None = field(default=None, kw_only=True)
     """[N] int32, as in the column `support_sizes`; None if no row has one."""
+    routes: np.ndarray | None = field(default=None, kw_only=True)
+    """[prompt and response tokens of all contexts, W] int16, as in the column `routes`; None if no row has any."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
@@ -53,6 +55,8 @@ class TokenBatch:
             made.images = np.fromiter(shown, dtype=object, count=len(table))
         if "support_sizes" in table.column_names and table["support_sizes"].null_count < len(table):
             made.support_ids, made.support_sizes = _supports(table, made)
+        if "routes" in table.column_names and table["routes"].null_count < len(table):
+            made.routes = _routes(table, made)
         return made
 
     @classmethod
@@ -85,6 +89,11 @@ class TokenBatch:
     def row_offsets(self) -> np.ndarray:
         """[R + 1] int64, start of each row's response in arrays of length N."""
         return self.response_offsets[self.context_offsets]
+
+    @property
+    def token_offsets(self) -> np.ndarray:
+        """[C + 1] int64, start of each context in `routes`."""
+        return self.prompt_offsets + self.response_offsets
 
     @property
     def lengths(self) -> list[int]:
@@ -207,6 +216,9 @@ class TrainBatch(TokenBatch):
         joined: dict[str, Any] = {}
         if any(part.support_sizes is not None for part in parts):
             parts = [part.with_supports() for part in parts]
+        routed = next((part.routes for part in parts if part.routes is not None), None)
+        if routed is not None:
+            parts = [part.with_routes(routed.shape[1]) for part in parts]
         for name in vars(parts[0]):
             values = [getattr(part, name) for part in parts]
             if name.endswith("_offsets"):
@@ -227,6 +239,12 @@ class TrainBatch(TokenBatch):
         if self.support_sizes is not None:
             return self
         return replace(self, support_ids=np.empty(0, np.int32), support_sizes=np.zeros(len(self.mask), np.int32))
+
+    def with_routes(self, width: int) -> Self:
+        """Return these rows with the column of routes, `width` for each token, all unknown if they were None."""
+        if self.routes is not None:
+            return self
+        return replace(self, routes=np.full((int(self.token_offsets[-1]), width), UNROUTED, np.int16))
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
         """Return two numbers: of tokens in the rows `index` that count in the loss, and of rows with such a token."""
@@ -323,6 +341,28 @@ def _supports(table: pa.Table, rows: TokenBatch) -> tuple[np.ndarray, np.ndarray
         ids.append(listed.astype(np.int32))
         sizes[tokens] = own
     return np.concatenate(ids), sizes
+
+
+def _routes(table: pa.Table, rows: TokenBatch) -> np.ndarray:
+    """Return the column `routes` [tokens, W] of rows, unknown in rows in which it is null.
+
+    Raises ValueError if a row does not have as many entries for each of its tokens as the other rows.
+    """
+    starts, width, made = rows.token_offsets[rows.context_offsets], 0, np.empty((0, 0), np.int16)
+    for row, found in enumerate(table["routes"]):
+        if not found.is_valid:
+            continue
+        own, tokens = found.values.to_numpy(zero_copy_only=False), int(starts[row + 1] - starts[row])
+        if not width:
+            width = len(own) // max(tokens, 1)
+            made = np.full((int(starts[-1]), width), UNROUTED, np.int16)
+        if len(own) != tokens * width:
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has {len(own)} entries in 'routes' for {tokens} tokens; there "
+                f"must be {width} for each token of prompt and response, as in the rows before it"
+            )
+        made[starts[row] : starts[row + 1]] = own.reshape(tokens, width)
+    return made
 
 
 def _per_token_lists(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:

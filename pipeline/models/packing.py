@@ -18,6 +18,7 @@ from pipeline.models.attention import Layout, layout
 from pipeline.models.batch import TokenBatch, TrainBatch, ranges
 from pipeline.models.sequence_parallel import Share
 from pipeline.models.support import Support
+from pipeline.rows import UNROUTED
 
 
 @dataclass
@@ -71,11 +72,14 @@ class ModelInputs:
     """The images of the packs; None if the rows have no column of images."""
     support: Support | None
     """Supports of the response tokens; None if no row has one."""
+    routes: Tensor | None
+    """[tokens in `input_ids`, W] int16, experts of each token, layer after layer, `UNROUTED` if unknown; None if no row
+    has any."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of `Policy.forward` for this pass."""
-        names = ("input_ids", "logit_index", "targets", "positions", "packing", "images", "support")
+        names = ("input_ids", "logit_index", "targets", "positions", "packing", "images", "support", "routes")
         return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> Self:
@@ -179,6 +183,12 @@ def pack(
         if total > tokens:  # the pad tokens are a prompt without a response
             contexts = np.concatenate([contexts, [[tokens, total - tokens, total, 0]]])
         where = layout(contexts, total)
+    routes = None
+    if rows.routes is not None:
+        routes = np.full((input_ids.size, rows.routes.shape[1]), UNROUTED, np.int16)
+        told = rows.token_offsets[order]
+        routes[prompt_index] = rows.routes[ranges(told[first], prompt_counts)]
+        routes[response_index] = rows.routes[ranges(told + np.repeat(prompt_counts, sizes), fed)]
     row_number = np.arange(len(order))
     if not rows.are_contexts:
         # Not the rows' own numbers: rows are numbered in the order of the packs.
@@ -212,6 +222,7 @@ def pack(
         token_index=token_index,
         images=images,
         support=rows.supports(token_index),
+        routes=None if routes is None else torch.from_numpy(routes),
     )
 
 

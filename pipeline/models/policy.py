@@ -31,6 +31,7 @@ from pipeline.models.pretrained import (
 )
 from pipeline.models.processor import load_vision
 from pipeline.models.repeatable import few_tokens
+from pipeline.models.routes import Routers
 from pipeline.models.support import Support
 from pipeline.models.vision import ImageReader, read
 
@@ -55,6 +56,7 @@ class Policy(Pretrained):
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
+        self.routers = Routers(lm)
         self._check_head()
 
     def forward(
@@ -69,6 +71,7 @@ class Policy(Pretrained):
         packing: Layout | None = None,
         images: ImageInputs | None = None,
         support: Support | None = None,
+        routes: Tensor | None = None,
         lists: TokenLists | None = None,
         top: int = 0,
     ) -> HeadOutput:
@@ -89,10 +92,12 @@ class Policy(Pretrained):
             packing: layout of the contexts, if packed.
             images: images of the prompts, if packed; None for text.
             support: supports of the targets; None if every target was sampled from the whole vocabulary.
+            routes: [B*T, W] int16, experts to replay (`Routers`); None if the routers choose.
             lists: further tokens whose log-probs are wanted, for each target.
             top: number of most likely tokens that are wanted, without gradients.
         """
         share = packing.share if packing else None
+        self.routers.replay(routes if routes is None or share is None else share.cut(routes[None])[0])
         hidden = read(self, input_ids, logit_index, positions, packing, images)
         wanted = lists
         if share:
@@ -137,11 +142,13 @@ class Policy(Pretrained):
         packing: Layout | None = None,
         images: ImageInputs | None = None,
         support: Support | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """[N] float32, sum of the squared probabilities over the support of each position `logit_index`.
 
         Arguments are as in `forward`. The policy must not be sharded.
         """
+        self.routers.replay(routes)
         hidden = read(self, input_ids, logit_index, positions, packing, images)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
@@ -240,6 +247,7 @@ def load_frozen(
                 f"model.path={trained.path} one of {sizes[1]}: their log-probs of a token id cannot be compared; "
                 "name a model with the policy's vocabulary"
             )
+    policy.routers.replays = False
     return policy.eval().requires_grad_(False)
 
 

@@ -116,7 +116,8 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
 
     Args:
         rows: the rows.
-        index: numbers of contexts. Only neighbours with equal prompts, and equal images in them, share a pack.
+        index: numbers of contexts. Only neighbours with equal prompts, equal images in them, and equal experts of their
+            tokens, share a pack.
         max_tokens: most tokens of a pack; a pack of a single context may be longer.
         shared: whether contexts share prompts; else each context is a pack.
 
@@ -137,6 +138,7 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
             and np.array_equal(prompt, pack_prompt)
             # Placeholders of different images are the same tokens.
             and (rows.images is None or rows.images[context] == rows.images[packs[-1][0]])
+            and (rows.routes is None or np.array_equal(_prompt_routes(rows, context), _prompt_routes(rows, packs[-1][0])))
         ):
             packs[-1].append(context)
             length += response
@@ -144,6 +146,13 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
             packs.append([context])
             length, pack_prompt = len(prompt) + response, prompt
     return packs
+
+
+def _prompt_routes(rows: TokenBatch, context: int) -> np.ndarray:
+    """[P, W] the routes of a context's prompt of P tokens."""
+    assert rows.routes is not None
+    start = rows.token_offsets[context]
+    return rows.routes[start : start + rows.prompt_offsets[context + 1] - rows.prompt_offsets[context]]
 
 
 @torch.no_grad()

@@ -10,7 +10,9 @@ from pipeline.config.bounds import sentences
 from pipeline.config.engines import FACTS
 from pipeline.derived import uses_images
 from pipeline.errors import nearest
+from pipeline.models.architecture import ROUTERS
 from pipeline.plan.engine_arguments import engine_arguments
+from pipeline.plan.models import read_model
 
 SGLANG = "0.5.23"
 """Tested version of SGLang, whose interface for weights changes often."""
@@ -48,9 +50,31 @@ def problems(config: Config) -> Iterator[str]:
         ),
     }
     yield from sentences(config, table)
+    if rollout.replay_routes:
+        yield from _routes(config)
     if rollout.name == "sglang":
         yield from _sglang(config)
     yield from _arguments(rollout.name, list(rollout.engine_kwargs), facts.arguments)
+
+
+def _routes(config: Config) -> Iterator[str]:
+    """Yield sentences on `rollout.replay_routes`: the engine, and the family of the model."""
+    rollout, path = config.rollout, config.model.path
+    engines = " or ".join(name for name, facts in FACTS.items() if facts.routes)
+    vllm = rollout.name == "vllm"
+    model = read_model(path)
+    kind = model and model.config.get("model_type")
+    table: dict[str, object] = {
+        "{rollout.replay_routes} and {rollout.name}: this engine does not return the experts of tokens; set "
+        f"replay_routes=false or rollout.name={engines}": not rollout.facts.routes,
+        "{rollout.replay_routes} and {rollout.num_gpus}: vLLM returns the experts of tokens on GPUs only; set "
+        "replay_routes=false or rollout.name=hf": vllm and rollout.num_gpus == 0,
+        "{rollout.replay_routes} and {rollout.enable_prefix_caching}: vLLM keeps experts with the prefixes; set "
+        "enable_prefix_caching=true": vllm and not rollout.enable_prefix_caching,
+        f"{{rollout.replay_routes}}: the routers of model.path={path}, a {kind}, cannot be replayed; set "
+        f"replay_routes=false, or take one of {', '.join(ROUTERS.values())}": model and kind not in ROUTERS.values(),
+    }
+    yield from sentences(config, table)
 
 
 def _sglang(config: Config) -> Iterator[str]:

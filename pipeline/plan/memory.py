@@ -204,7 +204,7 @@ def estimate(config: Config, models: Models) -> Memory:
         train_critic=train_critic if uses_critic(config) else 0,
         engine_weights=model.parameters * engine_element // rollout.tensor_parallel_size,
         engine_kv_needed=kv_bytes_per_token(model, config) * tokens * rollout.max_num_seqs,
-        rows=_row_bytes(config),
+        rows=_row_bytes(config, model),
         scorer_weights=scorer_weights,
         train_versions=versions * model.parameters * engine_element // workers,
         adapter=adapter.count(lora, model.matrices),
@@ -327,11 +327,11 @@ def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
     return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)
 
 
-SUPPORTS = ("support", "support_sizes")
-"""Columns that are null unless sampling is restricted."""
+OPTIONAL = ("support", "support_sizes", "routes")
+"""Columns that are null unless sampling is restricted, or experts are replayed."""
 
 
-def _row_bytes(config: Config) -> int:
+def _row_bytes(config: Config, model: ModelFiles) -> int:
     written = [
         (True, rows.ROLLOUT),
         (uses_reference(config), rows.REFERENCE),
@@ -344,7 +344,7 @@ def _row_bytes(config: Config) -> int:
         column.type.value_type.bit_width // 8
         for used, columns in written
         for column in columns
-        if used and pa.types.is_list(column.type) and column.type != rows.RUNS and column.name not in SUPPORTS
+        if used and pa.types.is_list(column.type) and column.type != rows.RUNS and column.name not in OPTIONAL
     )
     if uses_distillation(config):
         per_token += 8 * config.actor.distill_top_k
@@ -357,7 +357,11 @@ def _row_bytes(config: Config) -> int:
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompts = most_contexts(config)
     images = uses_images(config) * config.data.max_image_bytes
-    prompt_bytes = images + prompts * config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
+    routes = 0
+    if config.rollout.replay_routes:
+        routes = model.size("num_hidden_layers") * model.routes * rows.ROUTES.value_type.bit_width // 8
+    per_token += routes
+    prompt_bytes = prompts * config.data.max_prompt_length * (rows.INTS.value_type.bit_width // 8 + routes) + images
     return responses * (prompt_bytes + config.data.max_response_length * per_token)
 
 

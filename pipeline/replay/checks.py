@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pyarrow as pa
+
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
@@ -23,15 +25,16 @@ from pipeline.derived import (
     uses_images,
     uses_policy_scores,
 )
+from pipeline.plan.models import read_model
 from pipeline.replay.recording import Recording, iteration_range
-from pipeline.rows import ANSWER
+from pipeline.rows import ANSWER, flat, prompt_tokens
 from pipeline.storage.moved import same
 from pipeline.storage.resume import CONFIG_FILE, may_differ
 from pipeline.train.correction import parse
 
 _READ = (
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "recorded_*")),
-    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "chunk_prompts", "dtype")),
+    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "replay_routes", "chunk_prompts", "dtype")),
     *(f"agent.{key}" for key in ("environment", "tools", "program", "command", "reward", "named")),
 )
 """Keys of `data`, `rollout` and `agent` that a replay reads."""
@@ -182,6 +185,8 @@ def check_recording(config: Config) -> int:
     read = ["prompt", "response_ids", "response", *["spans"] * uses_agent(config)]
     _check_tokens(config, rows.select(read).to_pylist())
     _check_supports(config, recorded, rows["support_sizes"].null_count == len(rows))
+    if config.rollout.replay_routes:
+        _check_routes(config, rows)
     if uses_images(config):
         _check_images(config, rows.select(["images", "image_hash"]).to_pylist())
     check_sources(sources, config.reward, config.agent)
@@ -199,7 +204,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         recorded: settings of the recorded run.
     """
     run_dir = config.data.recorded_run
-    for name in (f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p")):
+    for name in (f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "replay_routes")):
         was, now = value_of(recorded, name), value_of(config, name)
         if was != now:
             yield (
@@ -265,6 +270,21 @@ def _check_supports(config: Config, recorded: Config, none: bool) -> None:
             f"{config.data.recorded_run} was recorded with {' and '.join(restricted)} by a version that did not write "
             f"the tokens that could be sampled, so its log-probs cannot be compared as {' and '.join(reads)} needs; "
             "record the run again, or leave that out"
+        )
+
+
+def _check_routes(config: Config, rows: pa.Table) -> None:
+    """Raise ConfigError if the experts of recorded tokens are of another model than `model.path`."""
+    model, rows = read_model(config.model.path), rows.filter(rows["routes"].is_valid())
+    if model is None or not len(rows):
+        return
+    routes = flat(rows, "routes")[0]
+    width = len(routes) // (prompt_tokens(rows) + len(flat(rows, "response_ids")[0]))
+    (_, experts), most = model.experts, model.size("num_hidden_layers") * model.routes
+    if width > most or routes.max() >= experts:
+        raise ConfigError(
+            f"{config.data.recorded_run} holds {width} experts for each token, up to number {routes.max()}, and "
+            f"model.path={config.model.path} has {most} of {experts}; replay with a model of the recorded one's sizes"
         )
 
 

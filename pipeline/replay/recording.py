@@ -22,10 +22,10 @@ from pipeline.track.trajectories import recorded_files
 COLUMNS = (
     *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info", "agent_name"),
     *("sample", "response_ids", "response_mask", "rollout_log_probs", "response", "finish_reason", "engine"),
-    *("support", "support_sizes"),
+    *("support", "support_sizes", "routes"),
 )
 """Columns that are read from a recording. The replay fills the other columns of `rows.PROMPT` and `rows.ROLLOUT`."""
-NEWER = {"agent_name", "support", "support_sizes"}
+NEWER = {"agent_name", "support", "support_sizes", "routes"}
 """Columns that older recordings do not have; they are read as null."""
 READERS = 16
 """Number of files that are checked at the same time."""

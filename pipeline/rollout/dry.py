@@ -153,7 +153,7 @@ class Rehearsal(Episodes):
     async def _run(self, prompts: pa.Table) -> list[Episode]:
         return await self.run(prompts, [[self._sampling]] * len(prompts), Lease(one_version=True))
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, with_support: bool) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease, for_training: bool) -> Ask:
         async def ask(ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
             tokens = np.array(self._answer[:most], np.int32)
             reason = "stop" if len(self._answer) <= most else "length"

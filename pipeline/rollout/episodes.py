@@ -78,7 +78,7 @@ class Episodes:
         await self._endpoint.close()
 
     async def run(
-        self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, with_support: bool = False
+        self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, for_training: bool = False
     ) -> list[Episode]:
         """Run the episodes of a chunk; returns them prompt by prompt.
 
@@ -86,7 +86,7 @@ class Episodes:
             table: the prompts.
             settings: sampling settings, one list for each prompt with one entry for each episode.
             lease: lease of the engine, which keeps its weights from changing between two turns.
-            with_support: true if the engine returns the tokens from which each token was sampled.
+            for_training: true if the engine returns the tokens from which each token was sampled.
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
         shown = [()] * len(table) if self._vision is None else table["images"].to_pylist()
@@ -102,7 +102,7 @@ class Episodes:
             for sample, sampling in enumerate(samples):
                 name = f"{self._seed}/{uid}/{sample}"
                 game = seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
-                ask = self._policy(sampling, name, lease, with_support)
+                ask = self._policy(sampling, name, lease, for_training)
                 tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask, images or ())))
         try:
             return await asyncio.gather(*tasks)
@@ -125,12 +125,12 @@ class Episodes:
             spent = played.numbers["episode_s"]
             return await episode.run(row, agent.open(row, seed, sampling), *settings, spent, pictures)
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, with_support: bool) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease, for_training: bool) -> Ask:
         async def ask(ids: list[int], most: int, turn: int, images: PromptImages | None = None) -> Generation:
             drawn = self._seed_requests and sampling.temperature > 0
             seed = seed_of(f"{name}/{turn}") if drawn else None
             limited = replace(sampling, max_tokens=most)
-            request = EngineRequest(ids, limited, seed, tuple(self._ends), images=images, with_support=with_support)
+            request = EngineRequest(ids, limited, seed, tuple(self._ends), images=images, for_training=for_training)
             future = self._engine.submit([request], lease=lease)
             try:
                 (generation,) = await asyncio.wrap_future(future)

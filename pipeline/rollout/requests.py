@@ -21,7 +21,7 @@ def requests(
     ignore_eos: bool = False,
     greedy: bool = False,
     images: Sequence[PromptImages | None] | None = None,
-    with_support: bool = False,
+    for_training: bool = False,
 ) -> list[EngineRequest]:
     """Make `n` requests for each prompt, prompt by prompt; with `greedy`, followed by one of greedy decoding.
 
@@ -38,7 +38,7 @@ def requests(
         ignore_eos: true to go on generating past all of them.
         greedy: true if each prompt has a greedy request.
         images: images of each prompt; None if no prompt has any.
-        with_support: true if engines return the tokens from which each token was sampled.
+        for_training: true if engines return the tokens from which each token was sampled.
     """
     made, also = [], tuple(ends)
     shown = images or [None] * len(prompts)
@@ -46,7 +46,7 @@ def requests(
         for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
             drawn = seed is not None and sampling.temperature > 0
             own = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
-            made.append(EngineRequest(ids, sampling, own, also, ignore_eos, pictures, with_support))
+            made.append(EngineRequest(ids, sampling, own, also, ignore_eos, pictures, for_training))
     return made
 
 

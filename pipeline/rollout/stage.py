@@ -244,7 +244,7 @@ class Rollout:
             ignore_eos=self._rollout.ignore_eos,
             greedy=training and self._greedy,
             images=prompt_images(table),
-            with_support=training,
+            for_training=training,
         )
 
     def _samples(self, training: bool) -> int:
@@ -363,6 +363,7 @@ class Rollout:
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
                 "support": [g.support and g.support[0] for g in generations],
                 "support_sizes": [g.support and g.support[1] for g in generations],
+                "routes": [None if g.routes is None else g.routes.reshape(-1) for g in generations],
                 "response": texts,
                 "finish_reason": [g.finish_reason for g in generations],
                 "policy_version": [min(version for version, _ in g.version_runs) for g in generations],

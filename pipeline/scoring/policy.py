@@ -63,4 +63,5 @@ class PolicyScore:
             batch.packing,
             batch.images,
             batch.support,
+            batch.routes,
         )

@@ -113,6 +113,8 @@ class Actor(Learner):
         module, passes = (other.module, other.passes) if other else (self.module, None)
         with without_adapters(module):
             for batch in self.micro_batches(rows, list(range(len(rows))), passes=passes):
+                # A reference has experts of its own, also one that is the policy without adapters.
+                batch.routes = None
                 rows.ref_log_probs[batch.token_index] = self._forward(batch, False, module)[0].cpu().numpy()
 
     def _compute_teacher(self, rows: TrainBatch, teacher: ShardedReference) -> None:
@@ -231,6 +233,8 @@ class Actor(Learner):
         )
         log_probs, entropy = found.log_probs, found.entropies
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
+        if batch.routes is not None:
+            stats["actor/routes_differing"] = mean(*self.module.routers.differing())
         if self.in_one_pass:
             batch.old_log_probs = log_probs.detach()
             rows.old_log_probs[batch.token_index] = batch.old_log_probs.cpu().numpy()

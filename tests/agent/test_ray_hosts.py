@@ -332,7 +332,7 @@ class Played(Episodes):
         super().__init__(*args)
         self._after, self.asked = after, 0
 
-    def _policy(self, sampling: Sampling, name: str, lease: Lease, with_support: bool) -> Ask:
+    def _policy(self, sampling: Sampling, name: str, lease: Lease, for_training: bool) -> Ask:
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             self.asked += 1
             self._after(self.asked)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.agent.inside.interface import Call, Message
 from pipeline.generation import Generation
-from pipeline.rows import ANSWER, OBSERVATION
+from pipeline.rows import ANSWER, OBSERVATION, UNROUTED
 
 Span = tuple[int, int, float | None]
 """A part of a context: (kind, `ANSWER` or `OBSERVATION`; number of tokens; reward of a turn or None)."""
@@ -49,6 +49,8 @@ class Context:
     """For each token after the prompt, the log-prob if the policy sampled it, else 0."""
     supports: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """For each span, the columns `support` and `support_sizes` of its tokens (`models/support.py`)."""
+    routes: np.ndarray | None = None
+    """[t, W] int16, the experts of the tokens up to the last turn's end, prompt included; None if not noted."""
     images: list[bytes] = field(default_factory=list)
     """Encoded images of prompt and observations, in order."""
     image_hashes: list[bytes] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Context:
         self.log_probs += generation.log_probs.tolist()
         self.mask += [1] * len(self.answer)
         self.supports.append(generation.support or _whole(len(self.answer)))
+        self._add_routes(generation.routes)
         for version, tokens in generation.version_runs:
             self._add_run(version, tokens)
         self.spans.append((ANSWER, len(self.answer), None))
@@ -139,6 +142,18 @@ class Context:
         if not trains:
             self.mask[len(self.mask) - count :] = [0] * count
 
+    def _add_routes(self, routes: np.ndarray | None) -> None:
+        """Append the experts of the tokens since the turn before; earlier ones stay as they were when it was sampled.
+
+        Args:
+            routes: [t, W], the experts of all tokens.
+        """
+        if self.routes is not None and routes is not None:
+            # The last token of a turn has passed through the model only now.
+            known = len(self.routes) - 1
+            routes = np.concatenate([self.routes[:known], routes[known:]])
+        self.routes = routes
+
     def _add_run(self, version: int, tokens: int) -> None:
         if self.runs and self.runs[-1][0] == version:
             tokens += self.runs.pop()[1]
@@ -160,12 +175,17 @@ def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tup
     supports = [support for context in contexts for support in context.supports]
     sizes = np.concatenate([_whole(0)[1], *(own for _, own in supports)])
     ids = np.concatenate([_whole(0)[0], *(listed for listed, _ in supports)])
+    routes: np.ndarray | None = None
+    if noted := [context.routes for context in contexts if context.routes is not None]:
+        width = noted[0].shape[1]
+        routes = np.concatenate([_all_routes(context, width) for context in contexts])
     generation = Generation(
         np.array([token for context in contexts for token in context.ids], dtype=np.int32),
         np.array([value for context in contexts for value in context.log_probs], dtype=np.float32),
         finish_reason,
         runs or ((version, 0),),
         (ids, sizes) if sizes.any() else None,
+        routes,
     )
     return generation, np.array([bit for context in contexts for bit in context.mask], dtype=np.int8)
 
@@ -173,3 +193,11 @@ def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tup
 def _whole(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the columns of supports for tokens that were not sampled from a part of the vocabulary."""
     return np.empty(0, np.int32), np.zeros(tokens, np.int32)
+
+
+def _all_routes(context: Context, width: int) -> np.ndarray:
+    """[P + T, width] the experts of all tokens of a context, unknown after its last turn."""
+    made = np.full((len(context.prompt_ids) + len(context.ids), width), UNROUTED, np.int16)
+    if context.routes is not None:
+        made[: len(context.routes)] = context.routes
+    return made

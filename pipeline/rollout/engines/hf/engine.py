@@ -15,8 +15,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.errors import short_reason
-from pipeline.generation import EngineOutput, EngineRequest, Generation
+from pipeline.generation import EngineOutput, EngineRequest
 from pipeline.models.batch import TokenBatch
 from pipeline.models.ends import find_ends
 from pipeline.models.packing import ModelInputs, pack
@@ -38,69 +37,12 @@ from pipeline.models.support import SupportWriter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.vision import read
 from pipeline.rollout.engines.hf.cache import AHEAD, WindowCache
+from pipeline.rollout.engines.hf.row import PartialRow, RouteWriter
 from pipeline.rollout.engines.hf.sampling import draw
 from pipeline.weights.load import Shard, copy_into
 
 GIB = 1 << 30
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class PartialRow:
-    """A request and what is generated so far."""
-
-    id: str
-    request: EngineRequest
-    uniforms: np.ndarray
-    """[max_tokens] float64, the number that decides each token."""
-    ends: frozenset[int]
-    """Ids of tokens that end the response."""
-    support: SupportWriter | None = None
-    """The supports of the tokens; None if not wanted."""
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    reason: str = ""
-    """The reason why the response has ended; "" before."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens of the row."""
-        return self.request.prompt_ids + self.ids
-
-    @property
-    def content(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
-        """All that the row's next token depends on: tokens, and hashes of images, whose placeholders are all alike."""
-        images = self.request.images
-        return tuple(self.tokens), images.hashes if images else ()
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens that the row may have."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
-
-    @property
-    def plain(self) -> bool:
-        """True if each token was sampled from the whole vocabulary, by one policy version."""
-        own = self.request.sampling
-        whole = not (own.temperature and own.truncated)
-        return whole and own.min_tokens == 0 and len(set(self.versions)) == 1
-
-    def note_support(self, log_probs: Tensor) -> None:
-        """Note the support of the next token; `log_probs` [V] are minus infinity outside of it."""
-        assert self.support is not None
-        own = self.request.sampling
-        if (own.temperature and own.truncated) or len(self.ids) < own.min_tokens:
-            self.support.inside(torch.isfinite(log_probs).nonzero()[:, 0].cpu().numpy())
-        else:
-            self.support.whole()
-
-    def output(self) -> EngineOutput:
-        """Return the result."""
-        runs = tuple((version, len(list(run))) for version, run in groupby(self.versions))
-        ids, log_probs = np.array(self.ids, np.int32), np.array(self.log_probs, np.float32)
-        support = self.support.columns() if self.support else None
-        return EngineOutput(self.id, Generation(ids, log_probs, self.reason, runs, support))
 
 
 class HuggingFace:
@@ -127,6 +69,7 @@ class HuggingFace:
         self._shares_prompts = rollout.enable_prefix_caching
         self._vocabulary = self.policy.lm.config.get_text_config().vocab_size
         self._most_support = rollout.max_support
+        self._width = self.policy.routers.width if rollout.replay_routes else 0
         self._random = np.random.default_rng(seed)
         self._version = -1
         self._waiting: list[PartialRow] = []
@@ -144,8 +87,9 @@ class HuggingFace:
         seed = int(self._random.integers(1 << 62)) if request.seed is None else request.seed
         uniforms = np.random.Generator(np.random.Philox(key=seed)).random(request.sampling.max_tokens)
         ends = frozenset() if request.ignore_eos else self._ends.union(request.ends)
-        support = SupportWriter(self._vocabulary, self._most_support) if request.with_support else None
-        self._waiting.append(PartialRow(request_id, request, uniforms, ends, support))
+        support = SupportWriter(self._vocabulary, self._most_support) if request.for_training else None
+        routes = RouteWriter(self._width) if request.for_training and self._width else None
+        self._waiting.append(PartialRow(request_id, request, uniforms, ends, support, routes))
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
@@ -227,7 +171,11 @@ class HuggingFace:
                 prompts.append(row)
             places.append(number_of[key])
         rows = self._take(len(places))
+        self._note()
         logits, cache = self._cache.prefill(self.policy, self._batch(prompts))
+        for row, routes in zip(rows, self._noted(len(prompts), places), strict=False):
+            if row.routes:
+                row.routes.begin(routes[len(routes) - len(row.tokens) :])
         outputs = self._sample(rows, logits[places])
         going = [number for number, row in enumerate(rows) if not row.reason]
         self._cache.join(cache, [places[number] for number in going])
@@ -235,7 +183,13 @@ class HuggingFace:
         return outputs
 
     def _decode(self) -> list[EngineOutput]:
-        outputs = self._sample(self._running, self._cache.decode(self.policy, [row.ids[-1] for row in self._running]))
+        rows = self._running
+        self._note()
+        logits = self._cache.decode(self.policy, [row.ids[-1] for row in rows])
+        for row, routes in zip(rows, self._noted(len(rows), range(len(rows))), strict=False):
+            if row.routes:
+                row.routes.add(routes)
+        outputs = self._sample(rows, logits)
         self._keep(lambda row: not row.reason)
         return outputs
 
@@ -297,6 +251,7 @@ class HuggingFace:
     def _logits(self, rows: TokenBatch) -> Tensor:
         """Pass whole rows as the trainer does; returns logits [R, V] that predict each row's last token."""
         made = self._inputs(rows)
+        self._note()
         last = torch.from_numpy(rows.response_offsets[1:] - 1).to(self._device)
         index = made.logit_index[last]
         hidden = read(self.policy, made.input_ids, index, made.positions, made.packing, made.images)
@@ -306,7 +261,9 @@ class HuggingFace:
         """Sample one token of each running row from a pass over the whole row."""
         rows = self._running
         # The last token of a response predicts nothing, so a further one comes after it.
-        self._sample(rows, self._logits(self._batch(rows, [0])))
+        logits = self._logits(self._batch(rows, [0]))
+        self._read_whole(rows)
+        self._sample(rows, logits)
         done = [row for row in rows if row.reason]
         for row in done:
             if row.plain:
@@ -317,9 +274,38 @@ class HuggingFace:
     def _rescored(self, row: PartialRow) -> list[float]:
         """Compute the log-probs of a response as the trainer does, in one pass over the row."""
         made = self._inputs(self._batch([row]))
+        self._note()
         found = self.policy(**made.arguments, temperature=row.request.sampling.temperature or 1.0)
+        self._read_whole([row], last=0)
         numbers: list[float] = found.log_probs.tolist()
         return numbers
+
+    # Experts.
+
+    def _note(self) -> None:
+        """Let the next pass note the experts of its tokens, if they are wanted."""
+        if self._width:
+            self.policy.routers.note()
+
+    def _noted(self, rows: int, index: Sequence[int]) -> list[np.ndarray]:
+        """Return the experts [T, W] of the rows `index`, of a pass over R rows of T tokens; empty without experts."""
+        if not self._width:
+            return []
+        noted = self.policy.routers.noted().view(rows, -1, self._width).cpu().numpy()
+        return [noted[number] for number in index]
+
+    def _read_whole(self, rows: Sequence[PartialRow], last: int = 1) -> None:
+        """Give rows the experts of a pass over whole rows, without those of the last token if `last` is 0."""
+        if not self._width:
+            return
+        lengths = [len(row.tokens) - 1 + last for row in rows]
+        packed = self._packs
+        noted = self.policy.routers.noted().cpu().numpy()
+        start = 0
+        for row, length in zip(rows, lengths, strict=True):
+            if row.routes:
+                row.routes.begin(noted[start : start + length])
+            start += length if packed else len(noted) // len(rows)
 
     # Tokens.
 

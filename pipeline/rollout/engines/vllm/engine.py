@@ -18,6 +18,7 @@ from pipeline.rollout.engines.vllm import images, lora
 from pipeline.rollout.engines.vllm.support import SupportReader, listed
 from pipeline.rollout.engines.vllm.tensor_parallel import engine_args
 from pipeline.rollout.engines.vllm.transfer import BACKEND, accept, confirm, register
+from pipeline.rows import UNROUTED
 from pipeline.sampling import Sampling
 from pipeline.upstream.vllm import steps_begun, take_log_probs
 from pipeline.weights.load import Shard
@@ -39,7 +40,7 @@ class VLLM:
     def add(self, request_id: str, request: EngineRequest) -> None:
         """Add a request. Its cache salt is the version, so that no version reads KV of another."""
         sampling, most = request.sampling, self._most_support
-        wanted = listed(sampling, self._vocabulary, most) if request.with_support else 0
+        wanted = listed(sampling, self._vocabulary, most) if request.for_training else 0
         own = copy.copy(params(sampling, request.ends, request.ignore_eos, wanted))
         own.seed = request.seed
         salt = f"v{self._version}"
@@ -48,7 +49,7 @@ class VLLM:
         else:
             prompt = images.prompt_of(self.llm, request, salt)
         added = self.llm.add_request(request_id, prompt, own)
-        if request.with_support and (sampling.truncated or sampling.min_tokens):
+        if request.for_training and (sampling.truncated or sampling.min_tokens):
             forbidden = own.all_stop_token_ids
             take_log_probs(self.llm, added, SupportReader(sampling, forbidden, self._vocabulary, most))
 
@@ -138,6 +139,9 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(rollout.cpu_kvcache_space_gb))
+    if rollout.replay_routes:
+        # Only vLLM's second runner returns experts.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -165,6 +169,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_sleep_mode": rollout.sleep,
+        "enable_return_routed_experts": rollout.replay_routes,
         # On CPUs vLLM's blocks have 128 tokens, and a shorter prefix is never found again.
         **({} if rollout.num_gpus else {"block_size": 32}),
         **engine_args(rollout.tensor_parallel_size),
@@ -235,4 +240,13 @@ def read(output: Any, version: int) -> Generation:
         completion.finish_reason or "abort",
         runs or ((version, len(completion.token_ids)),),
         log_probs.writer.columns() if isinstance(log_probs, SupportReader) else None,
+        routes_of(completion.routed_experts),
     )
+
+
+def routes_of(experts: np.ndarray | None) -> np.ndarray | None:
+    """[P + T, W] int16, the experts of all tokens of a request, from vLLM's [P + T - 1, layers, k], which lack the last
+    token's; None without experts."""
+    if experts is None:
+        return None
+    return np.pad(experts.reshape(len(experts), -1).astype(np.int16), ((0, 1), (0, 0)), constant_values=UNROUTED)
