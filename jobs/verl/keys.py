@@ -172,7 +172,7 @@ CANNOT: dict[str, str] = {
     ),
     "draft tokens are neither trained nor used": "*.mtp.* *.mtp *.speculative*",
     "weights are not quantised": "*.qat.* *.quantization* *.fp8*",
-    "the routers of mixture models are not replayed": "*router_replay* *.enable_rollout_routing_replay",
+    "experts are replayed from the rows (rollout.replay_routes), not from a file": "*.router_replay.*",
     "rows are not resampled by preference": "algorithm.use_pf_ppo algorithm.pf_ppo.*",
     "the optimiser is AdamW": "*.optim.optimizer* *.optim.override_optimizer_config*",
     "prompts are read by the prompt source alone": "data.custom_cls.* data.sampler.* data.datagen.*",

@@ -16,6 +16,7 @@ from pipeline.config.trainer import LOGGERS
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CACHE = "disable_mm_preprocessor_cache"
+_REPLAYS, _REPLAY_MODE = ".enable_rollout_routing_replay", ".router_replay.mode"
 _EXCLUDED = "actor_rollout_ref.model.exclude_modules"
 _TOWERS = ("visual", "vision", "vision_model", "vision_tower")
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
@@ -47,6 +48,21 @@ def engine_name(state: State) -> None:
         state.set("rollout.name", name)
     elif name not in (None, "vllm"):
         state.leave(f"{_ROLLOUT}.name", "vLLM is the engine")
+
+
+def routers(state: State) -> None:
+    """Convert routing replay: `R3` takes the experts of the engine, `R2` the ones of the trainer's first pass."""
+    for key, value in state.given.items():
+        if key.endswith(_REPLAYS) and isinstance(value, bool):
+            state.also.add(key)
+            if value:
+                state.set("rollout.replay_routes", True)
+        elif key.endswith(_REPLAY_MODE) and value in ("R3", "disabled"):
+            state.also.add(key)
+            if value == "R3":
+                state.set("rollout.replay_routes", True)
+        elif key.endswith(_REPLAY_MODE):
+            state.leave(key, "experts are those of the engine (R3, rollout.replay_routes) or the trainer's own", True)
 
 
 def images(state: State) -> None:
@@ -339,6 +355,7 @@ RULES: tuple[Callable[[State], None], ...] = (
     *(
         words,
         engine_name,
+        routers,
         images,
         adapters,
         sequences,

@@ -1,5 +1,5 @@
-"""Facts about a model by its `config.json`: whether it can take packed rows, its longest row, and whether its experts can
-be replayed. Does not load torch."""
+"""Facts about a model by its `config.json`: whether it can take packed rows, its longest row, and routers that can
+replay. Does not load torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
 """The experts of a mixture's tokens: noted while an engine generates, and replayed while the trainer learns.
 
-A router chooses the k experts of a token by its k largest logits. Two computations round differently, and where two
-logits are close they choose different experts, which changes a log-prob far more than rounding does. With
+A router chooses the k experts of a token by its k largest logits. Two computations round differently, and may choose
+different experts if two logits are close. This changes a log-prob far more than rounding does. With
 `rollout.replay_routes` the engine writes the experts of each token into the column `routes`, and the routers of the
 policy take these instead of their own. The weights of the experts are still the trainer's, with gradients
 (routing replay: Ma et al. 2025, arXiv 2510.11370).
@@ -61,7 +61,7 @@ class Routers:
                 f"the column 'routes' has {routes.shape[1]} experts for each token, and this model has {self.width} "
                 "(layers x experts of a token); the rows were made with another model"
             )
-        if len(routes) and not (UNROUTED <= routes.min() and routes.max() < self._experts):
+        if len(routes) and not (routes.min() >= UNROUTED and routes.max() < self._experts):
             raise ValueError(
                 f"the column 'routes' names the experts {routes.min()} to {routes.max()}, and this model has "
                 f"{self._experts}, from 0; the rows were made with another model"

@@ -138,7 +138,7 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
             and np.array_equal(prompt, pack_prompt)
             # Placeholders of different images are the same tokens.
             and (rows.images is None or rows.images[context] == rows.images[packs[-1][0]])
-            and (rows.routes is None or np.array_equal(_prompt_routes(rows, context), _prompt_routes(rows, packs[-1][0])))
+            and _same_experts(rows, context, packs[-1][0])
         ):
             packs[-1].append(context)
             length += response
@@ -148,11 +148,13 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, shar
     return packs
 
 
-def _prompt_routes(rows: TokenBatch, context: int) -> np.ndarray:
-    """[P, W] the routes of a context's prompt of P tokens."""
-    assert rows.routes is not None
-    start = rows.token_offsets[context]
-    return rows.routes[start : start + rows.prompt_offsets[context + 1] - rows.prompt_offsets[context]]
+def _same_experts(rows: TokenBatch, context: int, other: int) -> bool:
+    """Return whether the tokens of two contexts' prompts, which are equal, had the same experts in the engine."""
+    if rows.routes is None:
+        return True
+    count = int(rows.prompt_offsets[context + 1] - rows.prompt_offsets[context])
+    first, second = (rows.routes[start : start + count] for start in rows.token_offsets[[context, other]])
+    return np.array_equal(first, second)
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ from pipeline.train.correction import parse
 
 _READ = (
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "recorded_*")),
-    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "replay_routes", "chunk_prompts", "dtype")),
+    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "replay_routes")),
+    *(f"rollout.{key}" for key in ("chunk_prompts", "dtype")),
     *(f"agent.{key}" for key in ("environment", "tools", "program", "command", "reward", "named")),
 )
 """Keys of `data`, `rollout` and `agent` that a replay reads."""

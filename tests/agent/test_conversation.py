@@ -14,10 +14,11 @@ from pipeline.agent.errors import EpisodeFailed
 from pipeline.agent.tokens.bridge import Bridge
 from pipeline.agent.tokens.calls import AnswerParser
 from pipeline.agent.tokens.chat_format import ChatFormat
-from pipeline.agent.tokens.context import joined
+from pipeline.agent.tokens.context import Context, joined
 from pipeline.agent.turns import TurnsPlayer
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
+from pipeline.rows import UNROUTED
 from tests.agent.families import FAMILIES, plain, tokenizer
 from tests.agent.test_episode import ROW, ToySession
 from tests.bounds import bounded
@@ -91,6 +92,29 @@ def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(context: str) -> N
     between = made.bridge.after(sampled, [UP])
     assert only.ids == sampled + between + sampled
     assert policy.asked[1] == only.prompt_ids + sampled + between
+
+
+def test_the_experts_of_a_token_are_those_of_the_turn_that_passed_it_first() -> None:
+    """A prefix that passes again for a later turn may get other experts; a context ends with tokens that never pass."""
+    width = 4
+
+    def generation(tokens: int, before: int, value: int) -> Generation:
+        routes = np.full((before + tokens, width), value, np.int16)
+        routes[-1] = UNROUTED
+        ids = np.arange(tokens, dtype=np.int32)
+        return Generation(ids, np.zeros(tokens, np.float32), "stop", ((0, tokens),), None, routes)
+
+    context = Context([7, 7, 7], [])
+    context.add_answer(generation(2, 3, 1))
+    context.add_observation([5, 5])
+    context.add_answer(generation(3, 7, 2))
+    context.add_observation([6])
+    other = Context([8], [])
+    made, _ = joined([context, other], "stop", 0)
+    assert made.routes is not None and made.routes.dtype == np.int16
+    first = [1] * 4 + [2] * 5 + [UNROUTED] * 2  # the end of the first turn has passed in the second one
+    assert made.routes.tolist() == [[value] * width for value in [*first, UNROUTED]]
+    assert joined([other], "stop", 0)[0].routes is None
 
 
 def test_an_answer_is_not_continued() -> None:

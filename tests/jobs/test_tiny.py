@@ -113,6 +113,14 @@ def test_the_wording_of_tools_merges_and_changes_nothing_elsewhere(tmp_path: Pat
     assert answer == [opening, *"34", "*", *"29", '"}}</tool_call>', "<|im_end|>", "\n"]
 
 
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    options = ["--rows", "20", "--hidden", "64", "--layers", "2", "--experts", "6"]
+    assert tiny.main(["--out", str(tmp_path / "m"), *options]) == 0
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "m").config
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 6, 2)
+    assert 2 * config.moe_intermediate_size == config.intermediate_size
+
+
 def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "m"
     wrong = tmp_path / "wrong.parquet"
@@ -123,6 +131,8 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     cases = {
         "gives heads of 33.3333 dimensions": ["--hidden", "200", "--heads", "6"],
         "is not a multiple of --kv-heads 4": ["--kv-heads", "4"],
+        "--experts 1 must be 0, or at least 2": ["--experts", "1"],
+        "--experts is for models of text": ["--experts", "4", "--vision", "qwen3_vl"],
         "--vocab 100 is too small": ["--vocab", "100"],
         "neither a `prompt` nor a `messages` column, but text": ["--data", str(wrong)],
         "twice.parquet has several columns named 'prompt'": ["--data", str(twice)],

@@ -1,5 +1,6 @@
 """What an engine cannot do is refused by name, from the facts about it."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipeline.sampling import row_limits
 from tests.plan.test_checks import ALONE, SPLIT, good, refusal
 from tests.sentences import Named
 
+ROUTES = "rollout.replay_routes=true"
 NEEDS = {
     "seeds": ("rollout.seed_per_request=true", "rollout.seed_per_request rollout.name"),
     "supports": ("rollout.top_k=5 rollout.min_p=0.1", "rollout.top_k rollout.min_p rollout.name"),
@@ -19,6 +21,7 @@ NEEDS = {
     "tensor_parallel": (SPLIT, "rollout.tensor_parallel_size rollout.name"),
     "adapters": (ALONE, "model.lora.weight_sync rollout.name"),
     "images": ("model.vision=frozen", "model.vision rollout.name"),
+    "routes": (f"{ROUTES} rollout.num_gpus=0.4 trainer.use_gpu=true", "rollout.replay_routes rollout.name"),
 }
 """Settings that need a fact, and the keys of the refusal without it."""
 READ_ELSEWHERE = {"package", "arguments", "seeds_with", "quantised", "own_models"}
@@ -39,6 +42,19 @@ def test_a_setting_that_the_engine_cannot_do_is_refused(
     (sentence,) = problems(config)
     named(sentence, keys)
     assert list(problems(good("rollout.seed_per_request=false", "rollout.sleep=false"))) == []
+
+
+def test_experts_that_vllm_does_not_return_or_the_model_lacks(tmp_path: Path, named: Named) -> None:
+    named(refusal(ROUTES), "rollout.replay_routes=true rollout.num_gpus=0 rollout.name=hf")
+    gpu = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "rollout.enable_prefix_caching=false")
+    (sentence,) = problems(good(ROUTES, *gpu))
+    named(sentence, "rollout.replay_routes=true rollout.enable_prefix_caching=false")
+    for kind, fits in (("qwen3", False), ("gpt_oss", False), ("qwen3_moe", True), ("mixtral", True), ("olmoe", True)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
+        found = list(problems(good(ROUTES, "rollout.name=hf", f"model.path={tmp_path}")))
+        assert bool(found) != fits
+        if found:
+            named(found[0], f"rollout.replay_routes=true model.path={tmp_path} {kind} mixtral, olmoe, qwen3_moe")
 
 
 REFUSED_BY_HF = [

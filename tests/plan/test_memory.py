@@ -428,6 +428,11 @@ def test_experts(tmp_path):
     # 64 rows of a mini-batch per worker, of 40 tokens each.
     tokens = 64 * 40 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)
     assert found.train_activations == 3 * tokens
+    config = small(f"model.path={tmp_path}", *LENGTHS).config
+    config.rollout.replay_routes = True
+    # Two bytes for each expert of a token in three layers, in prompts and responses.
+    replayed = estimate(config, Models(model, model, model, None))
+    assert replayed.rows == found.rows + 256 * (10 + 30) * 2 * 2 * SIZES["num_hidden_layers"]
     # `transformers` computes with experts, and with what chooses them, without linear layers.
     assert list(model.matrices) == ["model.layers.0.mlp.shared_experts.up_proj"]
 

@@ -41,6 +41,7 @@ from tests.train.updates import (
     spawn,
     table,
     update,
+    with_routes,
     with_supports,
     with_values,
 )
@@ -69,6 +70,7 @@ PARTS = ("one", "tensor 2", "data 2", "sequence 2", "copies 2 x sequence 2")
 """Meshes of which every dimension is in one of `DENSE` too."""
 BUILD = {"actor": build_actor, "critic": build_critic}
 VOCABULARY = 320
+EXPERTS = 8
 LONGEST = 16
 """Tokens of a row, with its prompt."""
 LOSSES, CHOOSING = ("clip_cov", "kl_cov"), {"one", "tensor 2 x data 2"}
@@ -91,7 +93,7 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads
         "tie_word_embeddings": tie,
     }
     if experts:
-        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        more = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         lm: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **more))
     else:
         lm = Qwen3ForCausalLM(Qwen3Config(**sizes))
@@ -192,7 +194,10 @@ def begin(folder: str, kinds: str, name: str, losses: Iterable[str]) -> None:
 
 def save(learner: Learner, seed: int, path: str) -> None:
     """Train on the rows of this seed; metrics and weights are written to `path`."""
-    shown = reduce(step(learner, with_values(with_supports(table(seed), VOCABULARY))))
+    rows = with_values(with_supports(table(seed), VOCABULARY))
+    if learner.name == "actor" and learner.module.routers.width:
+        rows = with_routes(rows, learner.module.routers.width, EXPERTS)
+    shown = reduce(step(learner, rows))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:
         assert shown[f"{learner.name}/grad_norm"] > CLIP

@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.models.support import SupportWriter
-from pipeline.rows import INTS, SCHEMA, flat, ragged
+from pipeline.rows import INTS, ROUTES, SCHEMA, UNROUTED, flat, ragged
 from pipeline.stats import Stats, reduce
 from pipeline.train import ranks
 from pipeline.train.deal import Dealer
@@ -107,6 +107,17 @@ def with_supports(rows: pa.Table, vocabulary: int, seed: int = 11) -> pa.Table:
     for place, name in enumerate(("support", "support_sizes")):
         rows = rows.append_column(name, pa.array([one and one[place] for one in written], INTS))
     return rows
+
+
+def with_routes(rows: pa.Table, width: int, experts: int, seed: int = 13) -> pa.Table:
+    """`rows`, one of three without experts, and the others with different ones for each layer and token."""
+    rng, written = np.random.default_rng(seed), []
+    for number, row in enumerate(rows.select(["prompt_ids", "response_ids"]).to_pylist()):
+        tokens = len(row["prompt_ids"]) + len(row["response_ids"])
+        drawn = np.stack([rng.permutation(experts)[:2] for _ in range(tokens * width // 2)]).reshape(tokens, width)
+        drawn[-1] = UNROUTED
+        written.append(None if number % 3 == 0 else drawn.reshape(-1).astype(np.int16))
+    return rows.append_column("routes", pa.array(written, ROUTES))
 
 
 def with_values(rows: pa.Table, seed: int = 0) -> pa.Table:

@@ -171,6 +171,10 @@ data.train_batch_size=96 A.ppo_mini_batch_size=36 -> actor.ppo_mini_batch_size=3
 data.max_response_length=512 R.response_length=1024 -> data.max_response_length=1024
 R.name=hf -> rollout.name=hf
 R.name=sglang -> rollout.name=null
+R.enable_rollout_routing_replay=True -> rollout.replay_routes=true
+R.enable_rollout_routing_replay=False A.router_replay.mode=disabled -> rollout.replay_routes=null
+A.router_replay.mode=R3 R.name=hf -> rollout.replay_routes=true rollout.name=hf
+A.megatron.router_replay.mode=R2 -> rollout.replay_routes=null
 data.image_key=images -> model.vision=trained
 data.image_key=pictures A.freeze_vision_tower=True -> model.vision=frozen data.image_key=pictures
 data.image_key=null A.freeze_vision_tower=False -> model.vision=null data.image_key=null
