@@ -65,27 +65,38 @@ def ratios(policy: Policy, prompts: list[list[int]], made: list[Generation], tem
     return (*means, float(gap), float((~known).mean()))
 
 
-def settings(args: argparse.Namespace) -> Config:
-    """Return the settings of the engine."""
-    files = f"model.path={args.model}", f"data.train_files={args.data}"
-    plain = "rollout.dtype=float32", "rollout.enforce_eager=true", f"data.max_response_length={TOKENS}"
-    return load_config([*files, *plain, *args.settings])
-
-
-def main() -> None:
-    """Sample with each restriction, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.support", description=(__doc__ or "").split("\n")[0])
+def options(name: str, description: str) -> argparse.Namespace:
+    """Return the options of the benchmark `name`: model, prompts, and settings of a run."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n")[0])
     parser.add_argument("--model", required=True, metavar="DIR", help="the policy")
     parser.add_argument("--data", required=True, metavar="FILE", help="its prompts, as parquet")
     parser.add_argument("--prompts", type=int, default=256, help="number of prompts (default: %(default)s)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of jobs.train")
-    args = parser.parse_args()
-    config = settings(args)
+    return parser.parse_args()
+
+
+def settings(args: argparse.Namespace, *more: str) -> Config:
+    """Return the settings of a run with an engine in float32, with `more` in addition."""
+    files = f"model.path={args.model}", f"data.train_files={args.data}"
+    plain = "rollout.dtype=float32", "rollout.enforce_eager=true", f"data.max_response_length={TOKENS}"
+    config = load_config([*files, *plain, *args.settings, *more])
     config.data.train_batch_size = args.prompts
-    prompts = [ids for chunk in prompt_chunks(config) for ids in chunk["prompt_ids"].to_pylist()][: args.prompts]
-    policy = load_policy(config.model).eval()
+    return config
+
+
+def begun(config: Config) -> tuple[list[list[int]], engines.Engine]:
+    """Return the prompts of a batch, and an engine with the weights of version 0."""
+    prompts = [ids for chunk in prompt_chunks(config) for ids in chunk["prompt_ids"].to_pylist()]
     engine = engines.build(config.model, config.rollout, config.data.longest_row, 0)
     engine.load([weights(config, lambda data: data.copy())], 60.0, 0)
+    return prompts[: config.data.train_batch_size], engine
+
+
+def main() -> None:
+    """Sample with each restriction, and print a table."""
+    config = settings(options("support", __doc__ or ""))
+    policy = load_policy(config.model).eval()
+    prompts, engine = begun(config)
     table = Table("restriction", "mean ratio, whole vocabulary", "mean ratio, support", "largest gap", "unknown")
     plain = Sampling.of(config.rollout, TOKENS, "train")
     for restriction in RESTRICTIONS:
