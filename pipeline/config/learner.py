@@ -192,6 +192,10 @@ class ActorConfig:
     kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
     """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the loss."""
 
+    kl_loss_ratio: bool = False
+    """Multiply the KL of a token by the token's probability ratio. The KL in the loss is then the one of the policy that
+    is trained, also after several steps on the same rows."""
+
     distill_coef: float = setting(0.0, at_least=0)
     """Weight of the distillation loss: the divergence of the teacher and the policy over the teacher's most likely
     tokens. 0: none."""

@@ -259,7 +259,8 @@ class Actor(Learner):
             loss = loss - config.entropy_coeff * self.aggregate(entropy, mask, batch)
         if config.use_kl_loss:
             assert batch.ref_log_probs is not None
-            per_token_kl = kl_loss(log_probs, batch.ref_log_probs, mask, config.kl_loss_type)
+            log_ratio = data.log_ratio if config.kl_loss_ratio else None
+            per_token_kl = kl_loss(log_probs, batch.ref_log_probs, mask, config.kl_loss_type, log_ratio)
             kl = self.aggregate(per_token_kl, mask, batch)
             loss = loss + config.kl_loss_coef * kl
             stats["actor/kl_loss"] = Stat("sum", (kl.item() * weight,))

@@ -307,6 +307,7 @@ SHOWN = {
     "actor.use_kl_loss": Shown(actor, True),
     "actor.kl_loss_coef": Shown(actor, 1.0, {"actor.use_kl_loss": True}),
     "actor.kl_loss_type": Shown(actor, "low_var_kl+", {"actor.use_kl_loss": True}),
+    "actor.kl_loss_ratio": Shown(actor, True, {"actor.use_kl_loss": True}),
     "actor.grad_clip": Shown(actor, 1e-3),
     "actor.ppo_epochs": Shown(actor, 2),
     "actor.ppo_mini_batch_size": Shown(actor, 4),

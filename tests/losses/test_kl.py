@@ -93,3 +93,24 @@ def test_far_policies_stay_finite(kind, distance):
 def test_unknown_kinds_are_refused(kind):
     with pytest.raises(ValueError, match="is unknown; it is one of kl, k1, abs, .*low_var_kl"):
         kl_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), kind)
+
+
+OLD = torch.tensor([0.35, 0.3, 0.25, 0.1], dtype=torch.float64)
+
+
+def off_policy(kind: str, weighted: bool) -> tuple[float, torch.Tensor]:
+    """Mean value and gradient by the logits of P, for tokens sampled from OLD."""
+    logits = P.log().requires_grad_()
+    log_p = logits.log_softmax(0)
+    log_ratio = log_p - OLD.log() if weighted else None
+    loss = (OLD * kl_loss(log_p, Q.log(), torch.ones(4), kind, log_ratio)).sum()
+    return loss.item(), torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("k1", True), ("k3", True), ("k1+", True), ("k3+", True), ("k2", False)])
+def test_the_ratio_gives_the_kl_of_the_policy_for_tokens_of_an_older_one(kind: str, value: bool) -> None:
+    found, gradient = off_policy(kind, True)
+    assert not value or found == pytest.approx(EXACT, rel=1e-12)
+    torch.testing.assert_close(gradient, kl_gradient(True), rtol=1e-10, atol=1e-12)
+    without, other = off_policy(kind, False)
+    assert abs(without - EXACT) > 1e-3 and not torch.allclose(other, kl_gradient(True), rtol=0.05)
