@@ -34,7 +34,7 @@ that follow this prompt. The prompt of the first sequence is in `prompt_ids`, an
 UNKNOWN = -(2**31)
 """Entry of `support_sizes` for a token whose support was too large to be written (`rollout.max_support`)."""
 
-ROUTES = pa.list_(pa.int16())
+ROUTES = pa.large_list(pa.int16())
 """Experts of the tokens of a row, layer after layer: all contexts, each with its prompt, token after token."""
 UNROUTED = -1
 """Entry of `routes` for a token that no engine passed through the model, such as the last one of a response."""

@@ -193,8 +193,8 @@ class ActorConfig:
     """[Estimator](algorithms.md#kl-to-the-reference-policy) of the KL in the loss."""
 
     kl_loss_ratio: bool = False
-    """Multiply the KL of a token by the token's probability ratio. The KL in the loss is then the one of the policy that
-    is trained, also after several steps on the same rows."""
+    """Multiply the KL of a token by the token's probability ratio. Then the KL in the loss is the one of the current
+    policy, also after several steps on the same rows."""
 
     distill_coef: float = setting(0.0, at_least=0)
     """Weight of the distillation loss: the divergence of the teacher and the policy over the teacher's most likely

@@ -6,7 +6,9 @@ from torch import Tensor
 from pipeline.kl_estimate import NAMES, estimate
 
 
-def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
+def kl_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str, log_ratio: Tensor | None = None
+) -> Tensor:
     """[N] estimate of KL(policy || reference) at each token, in nats; 0 for masked tokens.
 
     With a trailing `+` the value is the estimate of `kind`, but the gradient is the gradient of k2,
@@ -14,9 +16,9 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str, l
     differs from the KL's: for tokens sampled from the policy, the gradient of k1 is 0 on average, and k3 has the
     gradient of KL(reference || policy).
 
-    With `log_ratio` each token counts by its probability ratio p / p_old. For tokens sampled from the old policy, k1 and
-    k3 then have on average the value and the gradient of KL(policy || reference), since their gradient flows through
-    the ratio, too (DeepSeek-AI 2025, arXiv 2512.02556). Other kinds get the ratio as a weight.
+    With `log_ratio` each token counts by its probability ratio p / p_old. For tokens sampled from the old policy, k1
+    and k3 then have on average the value and the gradient of KL(policy || reference), since their gradient flows
+    through the ratio, too (DeepSeek-AI 2025, arXiv 2512.02556). Other kinds get the ratio as a weight.
 
     Args:
         log_probs: [N] under the policy that is trained, with gradient.

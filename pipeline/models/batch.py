@@ -42,8 +42,12 @@ class TokenBatch:
     """[prompt and response tokens of all contexts, W] int16, as in the column `routes`; None if no row has any."""
 
     @classmethod
-    def from_table(cls, table: pa.Table) -> "TokenBatch":
+    def from_table(cls, table: pa.Table, routes: bool = False) -> "TokenBatch":
         """Read the tokens of generated rows. If each row has one context, the arrays are views of Arrow's buffers.
+
+        Args:
+            table: the rows.
+            routes: whether to read the column `routes`, for a model that replays experts.
 
         Raises ValueError as `unfold` does, and for rows with images and several contexts.
         """
@@ -55,7 +59,7 @@ class TokenBatch:
             made.images = np.fromiter(shown, dtype=object, count=len(table))
         if "support_sizes" in table.column_names and table["support_sizes"].null_count < len(table):
             made.support_ids, made.support_sizes = _supports(table, made)
-        if "routes" in table.column_names and table["routes"].null_count < len(table):
+        if routes and "routes" in table.column_names and table["routes"].null_count < len(table):
             made.routes = _routes(table, made)
         return made
 
@@ -173,14 +177,14 @@ class TrainBatch(TokenBatch):
     that compare pairs."""
 
     @classmethod
-    def from_table(cls, table: pa.Table) -> "TrainBatch":
-        """Read the columns of a table of finished rows.
+    def from_table(cls, table: pa.Table, routes: bool = True) -> "TrainBatch":
+        """Read the columns of a table of finished rows. Arguments are as in `TokenBatch.from_table`.
 
         Raises:
             ValueError: as `unfold`; a list column of a row has another length than `response_ids`; or the advantage of
                 a trained token is not finite.
         """
-        tokens = TokenBatch.from_table(table)
+        tokens = TokenBatch.from_table(table, routes)
         offsets = tokens.row_offsets
         optional = [name for name in ("ref_log_probs", "values") if name in table.column_names]
         columns = {

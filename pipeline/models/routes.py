@@ -24,7 +24,7 @@ class Routers:
     without routers of a known class.
 
     Args:
-        lm: the model, before it is divided over ranks.
+        lm: the model, before FSDP shards it.
     """
 
     def __init__(self, lm: nn.Module) -> None:
@@ -35,7 +35,6 @@ class Routers:
         self._experts = min((router.num_experts for router in routers), default=0)
         self._replayed: Tensor | None = None
         self._noted: list[Tensor] | None = None
-        self._chosen = self._changed = 0
         self._counts: list[Tensor] = []
         start = 0
         for router in routers:
@@ -52,7 +51,7 @@ class Routers:
 
         Raises ValueError if the routes are of another model.
         """
-        self._counts, self._chosen = [], 0
+        self._counts = []
         if routes is None or not self.replays:
             self._replayed = None
             return
@@ -66,13 +65,14 @@ class Routers:
                 f"the column 'routes' names the experts {routes.min()} to {routes.max()}, and this model has "
                 f"{self._experts}, from 0; the rows were made with another model"
             )
-        self._replayed = routes.long()
+        self._replayed = routes
 
     def differing(self) -> tuple[float, int]:
         """Return, for the passes since the last call of `replay`, how many of the replayed experts a router would not
         have chosen, and the number of replayed experts."""
-        differing = float(torch.stack(self._counts).sum()) if self._counts else 0.0
-        return differing, self._chosen
+        if not self._counts or self._replayed is None:
+            return 0.0, 0
+        return float(torch.stack(self._counts).sum()), int((self._replayed != UNROUTED).sum())
 
     def note(self) -> None:
         """Note the experts of the next pass."""
@@ -87,11 +87,10 @@ class Routers:
         """Forward hook of a router, which returns logits [T, experts], weights [T, k] and experts [T, k]."""
         logits, weights, experts, *others = output
         if self._replayed is not None:
-            wanted = self._replayed[:, part]
+            wanted = self._replayed[:, part].long()
             known = wanted != UNROUTED
             if len(self._counts) * wanted.shape[1] < self.width:  # not again in the backward pass
                 self._counts.append((known & ~(wanted[:, :, None] == experts[:, None]).any(-1)).sum())
-                self._chosen += int(known.sum())
             experts = torch.where(known, wanted, experts)
             weights = _weights(router, logits, experts).to(weights.dtype)
         if self._noted is not None:

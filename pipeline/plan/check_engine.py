@@ -64,6 +64,7 @@ def _routes(config: Config) -> Iterator[str]:
     vllm = rollout.name == "vllm"
     model = read_model(path)
     kind = model and model.config.get("model_type")
+    dense = model and (model.config.get("mlp_only_layers") or model.config.get("decoder_sparse_step", 1) > 1)
     table: dict[str, object] = {
         "{rollout.replay_routes} and {rollout.name}: this engine does not return the experts of tokens; set "
         f"replay_routes=false or rollout.name={engines}": not rollout.facts.routes,
@@ -71,6 +72,8 @@ def _routes(config: Config) -> Iterator[str]:
         "replay_routes=false or rollout.name=hf": vllm and rollout.num_gpus == 0,
         "{rollout.replay_routes} and {rollout.enable_prefix_caching}: vLLM keeps experts with the prefixes; set "
         "enable_prefix_caching=true": vllm and not rollout.enable_prefix_caching,
+        f"{{rollout.replay_routes}} and {{rollout.name}}: some layers of model.path={path} have no experts, which was "
+        "not tried with vLLM; set replay_routes=false or rollout.name=hf": vllm and dense,
         f"{{rollout.replay_routes}}: the routers of model.path={path}, a {kind}, cannot be replayed; set "
         f"replay_routes=false, or take one of {', '.join(ROUTERS.values())}": model and kind not in ROUTERS.values(),
     }

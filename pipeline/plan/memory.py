@@ -327,8 +327,8 @@ def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
     return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)
 
 
-OPTIONAL = ("support", "support_sizes", "routes")
-"""Columns that are null unless sampling is restricted, or experts are replayed."""
+SUPPORTS = ("support", "support_sizes")
+"""Columns that are null unless sampling is restricted."""
 
 
 def _row_bytes(config: Config, model: ModelFiles) -> int:
@@ -344,7 +344,7 @@ def _row_bytes(config: Config, model: ModelFiles) -> int:
         column.type.value_type.bit_width // 8
         for used, columns in written
         for column in columns
-        if used and pa.types.is_list(column.type) and column.type != rows.RUNS and column.name not in OPTIONAL
+        if used and pa.types.is_list(column.type) and column.type != rows.RUNS and column.name not in SUPPORTS
     )
     if uses_distillation(config):
         per_token += 8 * config.actor.distill_top_k

@@ -120,7 +120,7 @@ def _algorithm(config: Config) -> dict[str, object]:
         f"{{critic.enable}} trains a critic that algorithm.adv_estimator={estimator.name} does not read; it learns the "
         "estimator's returns": uses_critic(config) and "values" not in estimator.needs,
         f"{{actor.kl_loss_type}} has a gradient that is 0 on average; {kl_type}+ has the same value and the gradient "
-        "of the KL": kl_loss and kl_type in ("kl", "k1"),
+        "of the KL": kl_loss and kl_type in ("kl", "k1") and not actor.kl_loss_ratio,
         f"algorithm.adv_estimator={estimator.name} divides by the group's standard deviation: if all scores of a group "
         "are equal, a small KL in the reward decides alone; use actor.use_kl_loss=true instead": (
             kl_in_reward and by_spread

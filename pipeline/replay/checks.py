@@ -187,7 +187,7 @@ def check_recording(config: Config) -> int:
     _check_tokens(config, rows.select(read).to_pylist())
     _check_supports(config, recorded, rows["support_sizes"].null_count == len(rows))
     if config.rollout.replay_routes:
-        _check_routes(config, rows)
+        _check_routes(config, rows.slice(0, recording.n))
     if uses_images(config):
         _check_images(config, rows.select(["images", "image_hash"]).to_pylist())
     check_sources(sources, config.reward, config.agent)

@@ -17,7 +17,7 @@ from pipeline.agent.conversation import Ask
 from pipeline.agent.endpoint.server import Endpoint
 from pipeline.agent.episode import Episode
 from pipeline.agent.ray_hosts import BESIDE_ENGINES, Hosts
-from pipeline.agent.tokens.context import joined
+from pipeline.agent.tokens.context import joined, trained
 from pipeline.agent.tokens.pictures import Pictures
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -86,7 +86,7 @@ class Episodes:
             table: the prompts.
             settings: sampling settings, one list for each prompt with one entry for each episode.
             lease: lease of the engine, which keeps its weights from changing between two turns.
-            for_training: true if the engine returns the tokens from which each token was sampled.
+            for_training: true if the engine returns what the trainer needs (`EngineRequest.for_training`).
         """
         columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
         shown = [()] * len(table) if self._vision is None else table["images"].to_pylist()
@@ -200,7 +200,6 @@ def _contexts(episode: Episode) -> list[dict[str, Any]] | None:
     """
     if len(episode.contexts) < 2:
         return None
-    # An episode may fail between a prompt and the turn after it.
-    first, *further = (context for number, context in enumerate(episode.contexts) if context.ids or number == 0)
+    first, *further = trained(episode.contexts)
     lines = [{"prompt": None, "tokens": len(first.ids)}]
     return lines + [{"prompt": context.prompt_ids, "tokens": len(context.ids)} for context in further]

@@ -38,7 +38,7 @@ def requests(
         ignore_eos: true to go on generating past all of them.
         greedy: true if each prompt has a greedy request.
         images: images of each prompt; None if no prompt has any.
-        for_training: true if engines return the tokens from which each token was sampled.
+        for_training: true if engines return what the trainer needs (`EngineRequest.for_training`).
     """
     made, also = [], tuple(ends)
     shown = images or [None] * len(prompts)

@@ -50,7 +50,7 @@ class PolicyScore:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return `table` with the column `sum_pi_squared`, one float32 number per response token, and `pi_version`."""
         version = self._weights.bring_to(table)
-        sums = self._replica.score(table, self._sum_pi_squared)
+        sums = self._replica.score(table, self._sum_pi_squared, routes=True)
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})
 
     def _sum_pi_squared(self, policy: Policy, batch: ModelInputs) -> Tensor:

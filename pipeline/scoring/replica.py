@@ -83,13 +83,14 @@ class Replica(Generic[M]):
         if change is not None and type(decoder).__name__ == change.decoder:
             self.passes = self.passes.taking(change.way, self.module)
 
-    def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
+    def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor], routes: bool = False) -> pa.Array:
         """Compute one number for each response token.
 
         Args:
             table: generated rows (`prompt_ids`, `response_ids`, perhaps `contexts`); there may be none, and responses
                 may be empty.
             forward: runs the model on one micro-batch, and returns the numbers [n] of its n response tokens.
+            routes: as in `TokenBatch.from_table`.
 
         Returns:
             list column of float32, with one number per entry of `response_ids` in every row.
@@ -97,7 +98,7 @@ class Replica(Generic[M]):
         Raises:
             ValueError: as `unfold`, or a context has more tokens than a forward pass may have.
         """
-        rows = TokenBatch.from_table(table)
+        rows = TokenBatch.from_table(table, routes)
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
         self.fill(rows, lambda module, batch: (forward(module, batch),), (numbers,))
         return ragged(numbers, rows.row_offsets, FLOATS)

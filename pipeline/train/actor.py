@@ -9,6 +9,7 @@ Rows whose advantages are all 0 (in groups of equal rewards) add nothing to most
 If the loss allows it, they skip the forward and backward pass; the optimiser step is the same.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.greeting import Way
 from pipeline.losses import Candidates, LossInput, checked, distill_loss, get_policy_loss, kl_loss
+from pipeline.models.backend import MicroBatches
 from pipeline.models.batch import TrainBatch
 from pipeline.models.head import HeadOutput, TokenLists
 from pipeline.models.lora import without_adapters
@@ -50,6 +52,7 @@ class Actor(Learner):
     """
 
     module: Policy
+    replays_routes = True
 
     def __init__(
         self,
@@ -112,10 +115,10 @@ class Actor(Learner):
         other = self.reference
         module, passes = (other.module, other.passes) if other else (self.module, None)
         with without_adapters(module):
-            for batch in self.micro_batches(rows, list(range(len(rows))), passes=passes):
-                # A reference has experts of its own, also one that is the policy without adapters.
-                batch.routes = None
-                rows.ref_log_probs[batch.token_index] = self._forward(batch, False, module)[0].cpu().numpy()
+            batches = self.micro_batches(rows, list(range(len(rows))), passes=passes)
+            # A reference has experts of its own, also one that is the policy without adapters.
+            for batch, found in self._predict(batches, module, routes=None):
+                rows.ref_log_probs[batch.token_index] = found.log_probs.cpu().numpy()
 
     def _compute_teacher(self, rows: TrainBatch, teacher: ShardedReference) -> None:
         """Add the teacher's advantages to `rows`, and write its most likely tokens into them; a collective."""
@@ -124,8 +127,8 @@ class Actor(Learner):
         if top:
             rows.teacher_top_ids = np.zeros((len(log_probs), top), np.int32)
             rows.teacher_top_log_probs = np.zeros((len(log_probs), top), np.float32)
-        for batch in self.micro_batches(rows, list(range(len(rows))), passes=teacher.passes):
-            found = self._forward(batch, False, teacher.module, top=top)
+        batches = self.micro_batches(rows, list(range(len(rows))), passes=teacher.passes)
+        for batch, found in self._predict(batches, teacher.module, top=top):
             log_probs[batch.token_index] = found.log_probs.cpu().numpy()
             for into, values in zip((rows.teacher_top_ids, rows.teacher_top_log_probs), found.top or (), strict=False):
                 assert into is not None
@@ -154,10 +157,10 @@ class Actor(Learner):
         if self.in_one_pass:
             index = sorted({*index} - {*self.rows_to_train(rows, index, 0)})
         stats = []
-        for batch in self.micro_batches(rows, index):
-            log_probs, entropy, *_ = self._forward(batch, with_entropy=True)
-            rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
-            stats += [_entropy_stats(entropy, batch), _gap(rows, batch, log_probs, rows.mask)]
+        for batch, found in self._predict(self.micro_batches(rows, index), with_entropy=True):
+            rows.old_log_probs[batch.token_index] = found.log_probs.cpu().numpy()
+            stats += [_entropy_stats(found.entropies, batch), _gap(rows, batch, found.log_probs, rows.mask)]
+            stats.append(self._differing(batch))
         if self.correction.active:
             # Normalised weights need all ranks' rows of the whole iteration, which are never streamed.
             corrected = self._correct(rows, self.all_reduce if self.correction.normalize else None)
@@ -189,8 +192,8 @@ class Actor(Learner):
         if self.loss.token_mask_fn is None:
             return
         log_probs = np.zeros(len(rows.mask))
-        for batch in self.micro_batches(rows, index):
-            log_probs[batch.token_index] = self._forward(batch, False)[0].double().cpu().numpy()
+        for batch, found in self._predict(self.micro_batches(rows, index)):
+            log_probs[batch.token_index] = found.log_probs.double().cpu().numpy()
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
@@ -210,9 +213,8 @@ class Actor(Learner):
         assert rows.ref_log_probs is not None
         assert rows.pair_margin is not None
         log_ratio = np.zeros(len(rows.mask))
-        for batch in self.micro_batches(rows, pairs.flatten().tolist()):
-            log_probs = self._forward(batch, False)[0].double().cpu().numpy()
-            difference = log_probs - rows.ref_log_probs[batch.token_index]
+        for batch, found in self._predict(self.micro_batches(rows, pairs.flatten().tolist())):
+            difference = found.log_probs.double().cpu().numpy() - rows.ref_log_probs[batch.token_index]
             log_ratio[batch.token_index] = np.where(rows.loss_mask[batch.token_index] > 0, difference, 0.0)
         offsets = rows.row_offsets
         for better, worse in pairs:
@@ -222,19 +224,24 @@ class Actor(Learner):
             for side in tokens:
                 rows.pair_margin[side] = margin
 
-    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """See `Learner.backward`."""
-        config = self.config
-        # Old log-probs that were recomputed earlier have brought the entropy of the policy before the first step.
-        first_seen = self.in_one_pass or not self.needs_old_log_probs
+    @property
+    def _first_seen(self) -> bool:
+        """True if no earlier pass has brought the entropy of the policy before the first step."""
+        return self.in_one_pass or not self.needs_old_log_probs
+
+    def forward(self, batch: MicroBatch, number: int) -> HeadOutput:
+        """See `Learner.forward`."""
         top = batch.teacher_top_ids
-        found = self._forward(
-            batch, bool(config.entropy_coeff) or first_seen, lists=None if top is None else TokenLists.of(top)
-        )
+        lists = None if top is None else TokenLists.of(top)
+        return self._pass(batch, with_entropy=bool(self.config.entropy_coeff) or self._first_seen, lists=lists)
+
+    def compute_loss(
+        self, rows: TrainBatch, batch: MicroBatch, found: HeadOutput, number: int
+    ) -> tuple[Tensor, Stats, float]:
+        """See `Learner.compute_loss`."""
+        config = self.config
         log_probs, entropy = found.log_probs, found.entropies
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
-        if batch.routes is not None:
-            stats["actor/routes_differing"] = mean(*self.module.routers.differing())
         if self.in_one_pass:
             batch.old_log_probs = log_probs.detach()
             rows.old_log_probs[batch.token_index] = batch.old_log_probs.cpu().numpy()
@@ -272,21 +279,25 @@ class Actor(Learner):
             divergence = self.aggregate(per_token, mask, batch)
             loss = loss + config.distill_coef * divergence
             stats["actor/distill_loss"] = Stat("sum", (divergence.item() * weight,))
-        loss.backward()
         stats["actor/pg_loss"] = Stat("sum", (pg_loss.item() * weight,))
         stats["actor/loss"] = Stat("sum", (loss.item() * weight,))
         stats |= {f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()}
-        if first_seen:
+        if self._first_seen:
             stats |= _entropy_stats(entropy, batch)
         if self.in_one_pass or self._shows_gap(number):
-            stats |= _gap(rows, batch, log_probs, rows.loss_mask)
-        return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
+            stats |= _gap(rows, batch, log_probs, rows.loss_mask) | self._differing(batch)
+        return loss, stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
-    def _forward(
-        self, batch: MicroBatch, with_entropy: bool, module: Policy | None = None, **further: Any
-    ) -> HeadOutput:
+    def _predict(
+        self, batches: MicroBatches, module: Policy | None = None, **options: Any
+    ) -> Iterator[tuple[MicroBatch, HeadOutput]]:
+        """Yield each micro-batch with the output of `module`, None for the policy; a collective. `options` are further
+        arguments of `Policy.forward`."""
+        return self.backend.predict(batches, lambda batch: self._pass(batch, module, **options))
+
+    def _pass(self, batch: MicroBatch, module: Policy | None = None, **options: Any) -> HeadOutput:
         chosen: dict[str, Any] = {"temperature": self.temperature, "chunk_tokens": self.config.logits_chunk_tokens}
-        found: HeadOutput = (module or self.module)(**batch.arguments, **chosen, with_entropy=with_entropy, **further)
+        found: HeadOutput = (module or self.module)(**batch.arguments | chosen | options)
         return found
 
     def _shows_gap(self, number: int) -> bool:
@@ -296,6 +307,10 @@ class Actor(Learner):
         log-probs are not recomputed, which reports the gap already.
         """
         return not self.needs_old_log_probs and number == 0
+
+    def _differing(self, batch: MicroBatch) -> Stats:
+        """Metric of the experts that the engine chose and the routers, in the pass of `batch`, would not have."""
+        return {} if batch.routes is None else {"actor/routes_differing": mean(*self.module.routers.differing())}
 
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:
         """Correct in decoupled mode: from the engine's policy to the old policy, once for all steps."""

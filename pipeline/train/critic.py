@@ -7,6 +7,7 @@ trained on, also one whose advantages are all 0.
 """
 
 import torch
+from torch import Tensor
 
 from pipeline.config.learner import CriticConfig
 from pipeline.config.model import ModelConfig
@@ -45,20 +46,26 @@ class Critic(Learner):
         super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 
-    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """See `Learner.backward`. Raises ValueError if the rows have no old values."""
+    def forward(self, batch: MicroBatch, number: int) -> Tensor:
+        """[N] values of the predicted tokens; see `Learner.forward`."""
+        values: Tensor = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
+        return values
+
+    def compute_loss(
+        self, rows: TrainBatch, batch: MicroBatch, found: Tensor, number: int
+    ) -> tuple[Tensor, Stats, float]:
+        """See `Learner.compute_loss`. Raises ValueError if the rows have no old values."""
         if batch.values is None:
             raise ValueError(
                 "the rows have no values, which the critic's loss is clipped around; run the stage `value`"
             )
-        values = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
-        per_token, sums = value_loss(values, batch.values, batch.returns, batch.loss_mask, self.config.cliprange_value)
+        per_token, sums = value_loss(found, batch.values, batch.returns, batch.loss_mask, self.config.cliprange_value)
         loss = self.aggregate(per_token, batch.loss_mask, batch)
-        loss.backward()
-        return {
+        stats = {
             "critic/vf_loss": Stat("sum", (loss.item() / self.shape.steps,)),
             **{f"critic/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
-        }, 0.0
+        }
+        return loss, stats, 0.0
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
         """Return `critic/vf_explained_var`, the fraction of the variance of all ranks' returns that the old values

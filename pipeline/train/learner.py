@@ -8,7 +8,7 @@ of ranks. The gradient of a mini-batch is divided by counts over all ranks.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import UpdateShape
 from pipeline.greeting import Way
 from pipeline.losses import agg_loss
+from pipeline.models.backend import FsdpBackend, MicroBatches
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import clip_grad_norm, shard
+from pipeline.models.fsdp import shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
@@ -68,6 +69,7 @@ class Learner(ABC):
         check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
+        self.backend = FsdpBackend(self.module, self.optimizer)
 
     @property
     def shares_prompts(self) -> bool:
@@ -80,6 +82,8 @@ class Learner(ABC):
 
     # Different in actor and critic.
 
+    replays_routes = False
+    """True if the model takes the experts in the rows."""
     own_reference = False
     """True if `compute_reference` has something to do, for a reference or a teacher."""
 
@@ -110,15 +114,31 @@ class Learner(ABC):
         return index
 
     @abstractmethod
-    def backward(self, rows: TrainBatch, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """Run the forward and backward pass of a micro-batch of `rows` in step `number` of the iteration.
+    def forward(self, batch: MicroBatch, number: int) -> Any:
+        """Pass a micro-batch through the model in step `number` of the iteration, and return the model's output."""
+
+    @abstractmethod
+    def compute_loss(self, rows: TrainBatch, batch: MicroBatch, found: Any, number: int) -> tuple[Tensor, Stats, float]:
+        """Compute the loss of a micro-batch of `rows` from the model's output `found` in step `number`.
 
         Returns:
-            metrics, and the number of tokens in the loss mask that the off-policy correction rejected in this pass. The
+            the loss, metrics, and the number of tokens in the loss mask that the off-policy correction rejected. The
             loss, and metrics of kind `sum`, are not divided by the counts of the mini-batch yet.
         """
 
     # The same in both.
+
+    def run(self, rows: TrainBatch, batches: Iterable[MicroBatch], number: int) -> list[tuple[Stats, float]]:
+        """Run the forward and backward passes of micro-batches of `rows` in step `number`; a collective.
+
+        Returns metrics of each micro-batch, and its number of rejected tokens, as from `compute_loss`.
+        """
+
+        def loss(batch: MicroBatch, found: Any) -> tuple[Tensor, tuple[Stats, float]]:
+            value, stats, rejected = self.compute_loss(rows, batch, found, number)
+            return value, (stats, rejected)
+
+        return self.backend.run(batches, lambda batch: self.forward(batch, number), loss)
 
     def aggregate(self, per_token: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
         """Sum the losses of a micro-batch by `loss_agg_mode`, not divided by the counts of the mini-batch yet.
@@ -140,8 +160,8 @@ class Learner(ABC):
 
     def micro_batches(
         self, rows: TrainBatch, index: list[int], whole_rows: bool = False, passes: Passes | None = None
-    ) -> Iterator[MicroBatch]:
-        """Yield micro-batches of the rows `index`, the same number on every rank, since each pass is a collective.
+    ) -> MicroBatches:
+        """Divide the rows `index` into micro-batches, as many on every rank, since each pass is a collective.
 
         Args:
             rows: the rows.
@@ -154,9 +174,13 @@ class Learner(ABC):
         packs, units = pack_rows(rows, index, budget, passes.shared, whole_rows)
         lengths = rows.pack_lengths(packs)
         parts = int(self.all_reduce([minimum_parts(lengths, budget, units, packed)], ranks.MAX)[0])
-        for part in split_micro_batches(lengths, budget, parts, units, packed):
+        divided = split_micro_batches(lengths, budget, parts, units, packed)
+
+        def build(chosen: list[list[int]]) -> MicroBatch:
             self.on_pass(self.name)
-            yield self.collate(rows, [packs[i] for i in part], passes)
+            return self.collate(rows, chosen, passes)
+
+        return MicroBatches([[packs[i] for i in part] for part in divided], build)
 
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
         """Build the micro-batch of `packs` (lists of context numbers) on this rank's device; see `packing.collate`."""
@@ -172,11 +196,11 @@ class Learner(ABC):
 
         Args:
             tokens: number of tokens in the loss mask, over all ranks.
-            rejected: number of this rank's tokens in the loss mask that `backward` reported as rejected.
+            rejected: number of this rank's tokens in the loss mask that `compute_loss` reported as rejected.
 
         Raises FloatingPointError, on every rank, if too many consecutive gradients were not finite.
         """
-        norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
+        norm = self.backend.clip(self.grad_clip)
         finite = math.isfinite(norm)
         self._nonfinite_steps = 0 if finite else self._nonfinite_steps + 1
         if self._nonfinite_steps > self.shape.max_nonfinite_steps:
@@ -193,7 +217,7 @@ class Learner(ABC):
             f"{self.name}/lr": Stat("max", (float(self.optimizer.param_groups[0]["lr"]),)),
         }
         if step:
-            self.optimizer.step()
+            self.backend.step()
             self.scheduler.step()
         return stats
 

@@ -16,9 +16,9 @@ rounding:
 """
 
 import copy
+from collections.abc import Iterable
 
 import numpy as np
-import torch
 
 from pipeline.losses import agg_divisor
 from pipeline.models.batch import TrainBatch
@@ -41,15 +41,14 @@ class GradAccumulator:
         self._stats: list[Stats] = []
         self._rejected = 0.0
         self._counts = np.zeros(2)
-        learner.optimizer.zero_grad(set_to_none=True)
+        learner.backend.zero()
 
     def add(self, rows: TrainBatch, index: list[int]) -> None:
         """Add the gradient of the rows with the numbers `index`, all of the step's mini-batch; a collective."""
         learner = self._learner
         learner.select_tokens(rows, index)
         trained = learner.rows_to_train(rows, index, self._number)
-        for batch in learner.micro_batches(rows, trained, learner.shape.whole_rows):
-            self._backward(rows, batch)
+        self._run(rows, learner.micro_batches(rows, trained, learner.shape.whole_rows))
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
@@ -61,23 +60,20 @@ class GradAccumulator:
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
-            self._backward(rows, learner.collate(rows, []))
+            self._run(rows, [learner.collate(rows, [])])
         tokens, sequences = learner.all_reduce(self._counts.tolist())
         factor = 1.0 / agg_divisor(learner.shape.agg_mode, tokens, sequences)
-        with torch.no_grad():
-            for parameter in learner.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        learner.backend.scale(factor)
         stats = {
             name: Stat("sum", (stat.values[0] * factor,)) if stat.kind == "sum" else stat
             for name, stat in merge(self._stats).items()
         }
         return merge([stats, learner.optimizer_step(tokens, self._rejected)])
 
-    def _backward(self, rows: TrainBatch, batch: MicroBatch) -> None:
-        stats, rejected = self._learner.backward(rows, batch, self._number)
-        self._stats.append(stats)
-        self._rejected += rejected
+    def _run(self, rows: TrainBatch, batches: Iterable[MicroBatch]) -> None:
+        for stats, rejected in self._learner.run(rows, batches, self._number):
+            self._stats.append(stats)
+            self._rejected += rejected
 
 
 class StreamedUpdate:
@@ -105,6 +101,8 @@ class StreamedUpdate:
         # The actor's correction changes the loss mask, which must not reach the critic.
         rows = copy.copy(rows)
         learner, position = self.learner, len(self._parts)
+        if not learner.replays_routes:
+            rows.routes = None
         self._parts.append(rows)
         with timed(self._timings, "ref"):
             learner.compute_reference(rows)

@@ -113,7 +113,7 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_passed_it_first() -> 
     made, _ = joined([context, other], "stop", 0)
     assert made.routes is not None and made.routes.dtype == np.int16
     first = [1] * 4 + [2] * 5 + [UNROUTED] * 2  # the end of the first turn has passed in the second one
-    assert made.routes.tolist() == [[value] * width for value in [*first, UNROUTED]]
+    assert made.routes.tolist() == [[value] * width for value in first], "a context without a turn is not in the row"
     assert joined([other], "stop", 0)[0].routes is None
 
 

@@ -144,7 +144,7 @@ def forward_passes(kind: type[Actor | Critic], config: Config) -> list[tuple[int
 def gathered_weights(kind: type[Actor | Critic], config: Config) -> list[str]:
     """The weights that stay gathered between the forward and the backward pass."""
     trained = learner(kind, config)
-    batch = next(trained.micro_batches(rows(0), [0, 1, 2]))
+    batch = trained.micro_batches(rows(0), [0, 1, 2])[0]
     arguments = [batch.input_ids, batch.logit_index, *([batch.targets] if kind is Actor else [])]
     trained.module(*arguments)
     return [name for name, weight in trained.module.named_parameters() if not isinstance(weight, DTensor)]
@@ -175,7 +175,7 @@ def logits(config: Config) -> int:
     trained, whole = learner(Actor, config), rows(0)
     with LargestLogits() as mode, torch.no_grad():
         for batch in trained.micro_batches(whole, list(range(len(whole)))):
-            trained._forward(batch, with_entropy=False)
+            trained._pass(batch)
     return mode.positions
 
 

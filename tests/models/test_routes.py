@@ -227,3 +227,9 @@ def test_a_row_without_an_entry_for_each_token_is_named() -> None:
     bad = own.set_column(own.schema.get_field_index("routes"), "routes", pa.array(lists, ROUTES))
     with pytest.raises(ValueError, match=r"row 2 \(uid .*\) has \d+ entries in 'routes' for \d+ tokens"):
         TrainBatch.from_table(bad)
+
+
+def test_stages_without_experts_do_not_read_them() -> None:
+    rows = with_routes(table(0), WIDTH, EXPERTS)
+    assert TokenBatch.from_table(rows).routes is None
+    assert TokenBatch.from_table(rows, routes=True).routes is not None

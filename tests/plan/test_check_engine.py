@@ -55,6 +55,11 @@ def test_experts_that_vllm_does_not_return_or_the_model_lacks(tmp_path: Path, na
         assert bool(found) != fits
         if found:
             named(found[0], f"rollout.replay_routes=true model.path={tmp_path} {kind} mixtral, olmoe, qwen3_moe")
+    sparse = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "decoder_sparse_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sparse))
+    assert list(problems(good(ROUTES, "rollout.name=hf", f"model.path={tmp_path}"))) == []
+    (sentence,) = problems(good(ROUTES, *gpu[:2], f"model.path={tmp_path}"))
+    named(sentence, f"rollout.replay_routes=true rollout.name=vllm model.path={tmp_path}")
 
 
 REFUSED_BY_HF = [

@@ -139,8 +139,8 @@ def test_the_pass_of_an_only_step_computes_the_old_log_probs_too(
         assert actor.in_one_pass
         actor.in_one_pass = in_one_pass
         tokens: list[int] = []
-        forward = actor._forward
-        actor._forward = lambda batch, *more, f=forward, t=tokens, **named: (  # type: ignore[method-assign]
+        forward = actor._pass
+        actor._pass = lambda batch, *more, f=forward, t=tokens, **named: (  # type: ignore[method-assign]
             t.append(len(batch.targets)) or f(batch, *more, **named)
         )
         made = StreamedUpdate(actor, parts)

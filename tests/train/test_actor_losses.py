@@ -211,14 +211,14 @@ def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path
 
 def rows_passed(actor: Actor, rows: pa.Table) -> tuple[int, dict[str, float], dict[str, Tensor]]:
     """Rows that go through the update's backward passes, its metrics, and the weights after it."""
-    passed, backward = 0, actor.backward
+    passed, compute_loss = 0, actor.compute_loss
 
     def count(rows: Any, batch: Any, *args: Any) -> Any:
         nonlocal passed
         passed += batch.sequences * bool((batch.lengths > 1).any())  # without rows there is one of one pad token
-        return backward(rows, batch, *args)
+        return compute_loss(rows, batch, *args)
 
-    actor.backward = count  # type: ignore[method-assign]
+    actor.compute_loss = count  # type: ignore[method-assign]
     metrics = reduce([update(actor, rows)])
     return passed, metrics, full_state_dict(actor.module)
 

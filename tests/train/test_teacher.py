@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_the_loss_over_whole_logits(tiny_model: Path, be
     actor = build_actor(config, CPU, 10)
     batch = TrainBatch.from_table(rows)
     for number, micro in enumerate(actor.micro_batches(batch, list(range(len(batch))))):
-        actor.backward(batch, micro, number)
+        actor.run(batch, [micro], number)
 
     policy = load_policy(config.model)
     made = pack(batch, [[row] for row in range(len(batch))])

@@ -160,6 +160,14 @@ class Context:
         self.runs.append((version, tokens))
 
 
+def trained(contexts: Sequence[Context]) -> list[Context]:
+    """Return the contexts that a row has: the first one, and further ones with tokens after their prompt.
+
+    An episode may end between a prompt and the turn after it.
+    """
+    return [context for number, context in enumerate(contexts) if context.ids or number == 0]
+
+
 def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tuple[Generation, np.ndarray]:
     """Join the tokens of all contexts into one response.
 
@@ -178,7 +186,7 @@ def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tup
     routes: np.ndarray | None = None
     if noted := [context.routes for context in contexts if context.routes is not None]:
         width = noted[0].shape[1]
-        routes = np.concatenate([_all_routes(context, width) for context in contexts])
+        routes = np.concatenate([_all_routes(context, width) for context in trained(contexts)])
     generation = Generation(
         np.array([token for context in contexts for token in context.ids], dtype=np.int32),
         np.array([value for context in contexts for value in context.log_probs], dtype=np.float32),

@@ -70,6 +70,11 @@ class HuggingFace:
         self._vocabulary = self.policy.lm.config.get_text_config().vocab_size
         self._most_support = rollout.max_support
         self._width = self.policy.routers.width if rollout.replay_routes else 0
+        if rollout.replay_routes and not self._width:
+            raise ValueError(
+                f"rollout.replay_routes=true, but {type(self.policy.lm).__name__} of model.path={model.path} has no "
+                "routers that can be replayed; set it to false"
+            )
         self._random = np.random.default_rng(seed)
         self._version = -1
         self._waiting: list[PartialRow] = []

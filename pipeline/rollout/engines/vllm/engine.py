@@ -36,6 +36,8 @@ class VLLM:
         self._keeps_base = model.lora.alone
         self._tower_changes = model.vision == "trained"
         self._version = -1
+        self._routed = set[str]()
+        """Requests whose experts are wanted."""
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         """Add a request. Its cache salt is the version, so that no version reads KV of another."""
@@ -48,6 +50,8 @@ class VLLM:
             prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
         else:
             prompt = images.prompt_of(self.llm, request, salt)
+        if request.for_training:
+            self._routed.add(request_id)
         added = self.llm.add_request(request_id, prompt, own)
         if request.for_training and (sampling.truncated or sampling.min_tokens):
             forbidden = own.all_stop_token_ids
@@ -59,6 +63,7 @@ class VLLM:
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests."""
+        self._routed.difference_update(request_ids)
         self.llm.abort_request(request_ids)
 
     def drain(self) -> list[EngineOutput]:
@@ -129,7 +134,13 @@ class VLLM:
             self.llm.collective_rpc(accept)
 
     def _read(self, outputs: Sequence[Any]) -> list[EngineOutput]:
-        return [EngineOutput(output.request_id, read(output, self._version)) for output in outputs if output.finished]
+        made = []
+        for output in outputs:
+            if output.finished:
+                generation = read(output, self._version, output.request_id in self._routed)
+                self._routed.discard(output.request_id)
+                made.append(EngineOutput(output.request_id, generation))
+        return made
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -227,8 +238,14 @@ def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool, log_probs:
     )
 
 
-def read(output: Any, version: int) -> Generation:
-    """Convert the one completion of a finished request; `version` labels the tokens if the engine does not."""
+def read(output: Any, version: int, with_routes: bool = False) -> Generation:
+    """Convert the one completion of a finished request.
+
+    Args:
+        output: the request's output.
+        version: labels the tokens if the engine does not.
+        with_routes: whether the request wants the experts of its tokens.
+    """
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
@@ -240,7 +257,7 @@ def read(output: Any, version: int) -> Generation:
         completion.finish_reason or "abort",
         runs or ((version, len(completion.token_ids)),),
         log_probs.writer.columns() if isinstance(log_probs, SupportReader) else None,
-        routes_of(completion.routed_experts),
+        routes_of(completion.routed_experts) if with_routes else None,
     )
 
 

@@ -98,9 +98,12 @@ def test_nothing_is_noted_unless_it_is_wanted(mixture: Path, tiny_model: Path) -
     own = engine(mixture, replay_routes=True)
     asked = requests(n=1, for_training=False)
     assert all(output.generation.routes is None for output in run(own, asked).values())
-    for folder, replays in ((mixture, False), (tiny_model, True)):
-        made = run(engine(folder, replay_routes=replays), requests(n=1))
-        assert all(output.generation.routes is None for output in made.values())
+    made = run(engine(mixture, replay_routes=False), requests(n=1))
+    assert all(output.generation.routes is None for output in made.values())
+    with pytest.raises(
+        ValueError, match="rollout.replay_routes=true, but Qwen3ForCausalLM of model.path=.* has no rout"
+    ):
+        engine(tiny_model, replay_routes=True)
 
 
 @pytest.mark.parametrize("shared", [True, False])

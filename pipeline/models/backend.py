@@ -1,0 +1,98 @@
+"""The passes of micro-batches through a model, and the steps of its optimiser: the part that a way of training decides.
+
+A learner hands over the whole list of micro-batches of a step, and computes losses and metrics itself. So another way
+may order the passes in its own manner, compute a part of the layers on each rank, or hold the gradients elsewhere.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeline.models.fsdp import clip_grad_norm
+from pipeline.models.packing import MicroBatch
+
+Output = TypeVar("Output")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of some rows; each is built when it passes."""
+
+    packs: list[list[list[int]]]
+    """The packs of each micro-batch, lists of context numbers."""
+    build: Callable[[list[list[int]]], MicroBatch]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self.build(self.packs[number])
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self.build, self.packs)
+
+
+class FsdpBackend:
+    """Passes of a model that FSDP shards. Every rank has all layers, and micro-batches pass one after the other.
+
+    Args:
+        module: the sharded model.
+        optimizer: its optimiser.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+
+    def run(
+        self,
+        batches: Iterable[MicroBatch],
+        forward: Callable[[MicroBatch], Output],
+        loss: Callable[[MicroBatch, Output], tuple[Tensor, Result]],
+    ) -> list[Result]:
+        """Run the forward and backward pass of each micro-batch, and add up the gradients; a collective.
+
+        Args:
+            batches: the micro-batches, as many on every rank.
+            forward: passes a micro-batch through the model.
+            loss: computes the loss of a micro-batch from the model's output, and a result.
+
+        Returns:
+            the result of each micro-batch.
+        """
+        results = []
+        for batch in batches:
+            value, result = loss(batch, forward(batch))
+            value.backward()
+            results.append(result)
+        return results
+
+    def predict(
+        self, batches: Iterable[MicroBatch], forward: Callable[[MicroBatch], Output]
+    ) -> Iterator[tuple[MicroBatch, Output]]:
+        """Yield each micro-batch with the model's output; a collective. Arguments are as in `run`."""
+        for batch in batches:
+            yield batch, forward(batch)
+
+    def zero(self) -> None:
+        """Clear the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by `factor`."""
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradients down to a norm of at most `max_norm`; a collective. See `clip_grad_norm`."""
+        return clip_grad_norm(self._module.parameters(), max_norm)
+
+    def step(self) -> None:
+        """Take an optimiser step."""
+        self._optimizer.step()
