@@ -19,7 +19,7 @@ from pipeline.rollout.agents import Agent
 from pipeline.rollout.engine import Lease
 from pipeline.rollout.episodes import Episodes, generations, with_episodes
 from pipeline.rollout.seeds import seed_of
-from pipeline.rows import INTS, flat
+from pipeline.rows import INTS, ROUTES, flat
 from pipeline.sampling import Sampling
 
 
@@ -61,6 +61,36 @@ def test_contexts_of_an_episode_are_written_as_the_model_must_see_them() -> None
     assert [prompt.tolist() for prompt in prompts] == [[1, 2], [3], [4, 5], [6], []]
     assert [response.tolist() for response in responses] == [[10, 11, 90, 91, 12], [13], [14, 15], [16], []]
     assert mask.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1] and len(mask) == len(flat(table, "response_ids")[0])
+
+
+def test_experts_of_an_episode_that_ended_between_a_prompt_and_its_first_turn() -> None:
+    """The context without a turn is not in the row, and its tokens have no experts there."""
+
+    def routed(prompt: list[int], answer: list[int]) -> Context:
+        made, tokens = Context(prompt, []), len(prompt) + len(answer)
+        routes = np.arange(2 * tokens, dtype=np.int16).reshape(tokens, 2)
+        ids = np.array(answer, dtype=np.int32)
+        made.add_answer(Generation(ids, np.zeros(len(ids), np.float32), "stop", ((0, len(ids)),), None, routes))
+        return made
+
+    episodes = [
+        Episode([routed([1, 2], [3, 4]), Context([5] * 9, [])], []),
+        Episode([routed([1], [2]), Context([5] * 9, []), routed([6, 7], [8])], []),
+        Episode([], []),
+    ]
+    made, _ = generations(episodes, version=0)
+    table = pa.table(
+        {
+            "uid": ["a", "b", "c"],
+            "prompt_ids": pa.array([[0]] * 3, INTS),
+            "response_ids": pa.array([generation.token_ids for generation in made], INTS),
+            "routes": pa.array([g.routes if g.routes is None else g.routes.reshape(-1) for g in made], ROUTES),
+        }
+    )
+    batch = TokenBatch.from_table(with_episodes(table, episodes), routes=True)
+    assert batch.routes is not None
+    rows = np.split(batch.routes.reshape(-1), 2 * batch.token_offsets[1:-1])
+    assert [part.tolist() for part in rows] == [[*range(8)], [*range(4)], [*range(6)], []]
 
 
 def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
