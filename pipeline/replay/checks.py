@@ -25,7 +25,7 @@ from pipeline.derived import (
     uses_images,
     uses_policy_scores,
 )
-from pipeline.plan.models import read_model
+from pipeline.models.weight_files import read_config
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER, flat, prompt_tokens
 from pipeline.storage.moved import same
@@ -276,12 +276,13 @@ def _check_supports(config: Config, recorded: Config, none: bool) -> None:
 
 def _check_routes(config: Config, rows: pa.Table) -> None:
     """Raise ConfigError if the experts of recorded tokens are of another model than `model.path`."""
-    model, rows = read_model(config.model.path), rows.filter(rows["routes"].is_valid())
-    if model is None or not len(rows):
+    model, rows = read_config(config.model.path), rows.filter(rows["routes"].is_valid())
+    if not model or not len(rows):
         return
     routes = flat(rows, "routes")[0]
     width = len(routes) // (prompt_tokens(rows) + len(flat(rows, "response_ids")[0]))
-    (_, experts), most = model.experts, model.size("num_hidden_layers") * model.routes
+    experts = model.get("num_experts", model.get("num_local_experts", 0))
+    most = model.get("num_hidden_layers", 0) * model.get("num_experts_per_tok", 0)
     if width > most or routes.max() >= experts:
         raise ConfigError(
             f"{config.data.recorded_run} holds {width} experts for each token, up to number {routes.max()}, and "

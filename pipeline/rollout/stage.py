@@ -348,8 +348,7 @@ class Rollout:
             split = pc.if_else(pa.array(sample == per_prompt - 1), "baseline", table["split"])
             table = table.set_column(column, table.schema.field(column), split)
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
-        tokens = np.concatenate([g.token_ids for g in generations])
-        log_probs = np.concatenate([g.log_probs for g in generations])
+        tokens, log_probs = map(np.concatenate, zip(*((g.token_ids, g.log_probs) for g in generations), strict=True))
         runs = np.array([run for g in generations for run in g.version_runs], dtype=np.int64).reshape(-1, 2)
         run_offsets = np.cumsum([0, *(len(g.version_runs) for g in generations)])
         mask = np.ones(len(tokens), np.int8) if mask is None else mask

@@ -306,7 +306,7 @@ def test_a_critic_reads_the_same_images(folder, policy, vision):
         if vision == "frozen":
             assert found is None
         else:
-            assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-6, name
+            assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-5, name
 
 
 def test_a_critic_without_weights_of_its_tower_is_refused(folder, tmp_path):
