@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,8 @@ class VLLM:
         self._keeps_base = model.lora.alone
         self._tower_changes = model.vision == "trained"
         self._version = -1
-        self._routed = set[str]()
-        """Requests whose experts are wanted."""
+        self._replays_routes, self._routed = rollout.replay_routes, set[str]()
+        """`rollout.replay_routes`, and the requests whose experts are wanted."""
 
     def add(self, request_id: str, request: EngineRequest) -> None:
         """Add a request. Its cache salt is the version, so that no version reads KV of another."""
@@ -50,7 +51,7 @@ class VLLM:
             prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
         else:
             prompt = images.prompt_of(self.llm, request, salt)
-        if request.for_training:
+        if request.for_training and self._replays_routes:
             self._routed.add(request_id)
         added = self.llm.add_request(request_id, prompt, own)
         if request.for_training and (sampling.truncated or sampling.min_tokens):
@@ -135,11 +136,12 @@ class VLLM:
 
     def _read(self, outputs: Sequence[Any]) -> list[EngineOutput]:
         made = []
-        for output in outputs:
-            if output.finished:
-                generation = read(output, self._version, output.request_id in self._routed)
-                self._routed.discard(output.request_id)
-                made.append(EngineOutput(output.request_id, generation))
+        for output in (output for output in outputs if output.finished):
+            generation = read(output, self._version)
+            if output.request_id in self._routed:
+                self._routed.remove(output.request_id)
+                generation = replace(generation, routes=routes_of(output.outputs[0].routed_experts))
+            made.append(EngineOutput(output.request_id, generation))
         return made
 
 
@@ -238,14 +240,8 @@ def params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool, log_probs:
     )
 
 
-def read(output: Any, version: int, with_routes: bool = False) -> Generation:
-    """Convert the one completion of a finished request.
-
-    Args:
-        output: the request's output.
-        version: labels the tokens if the engine does not.
-        with_routes: whether the request wants the experts of its tokens.
-    """
+def read(output: Any, version: int) -> Generation:
+    """Convert the one completion of a finished request; `version` labels the tokens if the engine does not."""
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
@@ -257,13 +253,10 @@ def read(output: Any, version: int, with_routes: bool = False) -> Generation:
         completion.finish_reason or "abort",
         runs or ((version, len(completion.token_ids)),),
         log_probs.writer.columns() if isinstance(log_probs, SupportReader) else None,
-        routes_of(completion.routed_experts) if with_routes else None,
     )
 
 
-def routes_of(experts: np.ndarray | None) -> np.ndarray | None:
+def routes_of(experts: np.ndarray) -> np.ndarray:
     """[P + T, W] int16, the experts of all tokens of a request, from vLLM's [P + T - 1, layers, k], which lack the last
-    token's; None without experts."""
-    if experts is None:
-        return None
+    token's."""
     return np.pad(experts.reshape(len(experts), -1).astype(np.int16), ((0, 1), (0, 0)), constant_values=UNROUTED)
