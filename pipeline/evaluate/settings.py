@@ -23,7 +23,8 @@ from pipeline.track.passk import MAX_RESPONSES
 RESULT = (
     *(f"data.{key}" for key in ("val_files", "val_max_samples", "prompt_key", "apply_chat_template_kwargs")),
     *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")),
-    *(f"model.{key}" for key in ("path", "tokenizer_path", "trust_remote_code")),
+    *(f"data.{key}" for key in ("image_key", "max_image_bytes")),
+    *(f"model.{key}" for key in ("path", "tokenizer_path", "trust_remote_code", "vision", "min_pixels", "max_pixels")),
     *(f"rollout.{key}" for key in ("val_kwargs.", "stop", "min_tokens", "ignore_eos", "chunk_prompts")),
     *(f"rollout.{key}" for key in ("name", "dtype", "seed_per_request", "engine_kwargs")),
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
@@ -36,7 +37,7 @@ LAYOUT = (
     *(f"model.{key}" for key in ("dtype", "attn_implementation")),
     *(f"rollout.{key}" for key in ("num_engines", "chunks_in_flight", "num_cpus", "num_gpus", "num_threads")),
     *(f"rollout.{key}" for key in ("tensor_parallel_size", "gpu_memory_utilization", "cpu_kvcache_space_gb")),
-    *(f"rollout.{key}" for key in ("max_num_seqs", "max_num_batched_tokens")),
+    *(f"rollout.{key}" for key in ("max_num_seqs", "max_num_batched_tokens", "engine_python")),
     *(f"rollout.{key}" for key in ("enable_prefix_caching", "enforce_eager")),
     *(f"reward.{key}" for key in ("timeout_s", "max_processes", "worker_memory_mb", "num_cpus")),
     *(f"reward.{key}" for key in ("max_error_rate", "rate_limit.")),

@@ -26,6 +26,26 @@ def test_every_name_is_a_key_or_a_section(name: str) -> None:
     assert named(name)
 
 
+TRAINING = (
+    *(f"data.{key}" for key in ("train_files", "train_batch_size", "train_max_samples", "shuffle", "recorded_run")),
+    *(f"data.{key}" for key in ("shuffle_window_rows", "sampler", "source_weights", "generator", "recorded_iterations")),
+    *(f"data.{key}" for key in ("sampler_kwargs", "generator_kwargs")),
+    *(f"model.{key}" for key in ("enable_gradient_checkpointing", "activation_offload", "share_prompts", "lora.")),
+    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "max_support", "replay_routes")),
+    *(f"rollout.{key}" for key in ("min_engines", "max_engines", "weight_update", "update_kv", "sleep")),
+    *(f"reward.{key}" for key in ("source_scale", "normalize", "overlong_buffer.", "length_penalty", "clip")),
+    "reward.repetition_penalty.",
+)
+"""Settings of the stages of an evaluation that only training rows need."""
+
+
+def test_every_setting_of_prompts_models_engines_and_rewards_is_read_or_for_training() -> None:
+    read, training = ({key for name in names for key in named(name)} for names in ((*RESULT, *LAYOUT), TRAINING))
+    stages = {key for key in keys(Config) if key.startswith(("data.", "model.", "rollout.", "reward."))}
+    assert stages - read == training
+    assert {"model.vision", "data.image_key", "model.max_pixels"} <= {key for name in RESULT for key in named(name)}
+
+
 def test_what_is_not_read_is_back_at_its_default(config: Config) -> None:
     config.actor.optim.lr, config.algorithm.adv_estimator, config.data.shuffle = 7.0, "gae", False
     config.critic.path, config.trainer.num_workers, config.rollout.temperature = "critic", 3, 0.5
