@@ -28,8 +28,8 @@ def test_every_name_is_a_key_or_a_section(name: str) -> None:
 
 TRAINING = (
     *(f"data.{key}" for key in ("train_files", "train_batch_size", "train_max_samples", "shuffle", "recorded_run")),
-    *(f"data.{key}" for key in ("shuffle_window_rows", "sampler", "source_weights", "generator", "recorded_iterations")),
-    *(f"data.{key}" for key in ("sampler_kwargs", "generator_kwargs")),
+    *(f"data.{key}" for key in ("shuffle_window_rows", "sampler", "source_weights", "generator")),
+    *(f"data.{key}" for key in ("sampler_kwargs", "generator_kwargs", "recorded_iterations")),
     *(f"model.{key}" for key in ("enable_gradient_checkpointing", "activation_offload", "share_prompts", "lora.")),
     *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "min_p", "max_support", "replay_routes")),
     *(f"rollout.{key}" for key in ("min_engines", "max_engines", "weight_update", "update_kv", "sleep")),
