@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.config import Config
 from pipeline.generation import EngineRequest
 from pipeline.rollout.engines.vllm import engine as module
 from pipeline.rollout.engines.vllm.engine import VLLM
+from pipeline.rows import UNROUTED
 from pipeline.sampling import Sampling
 from tests.folders import configured, copied
 
@@ -103,6 +105,28 @@ def test_tokens_of_weights_from_the_disk_are_of_no_version(engine: VLLM) -> None
     for name in "ab":
         engine.add(name, EngineRequest([1], SAMPLING))
     assert engine.step()[0].generation.version_runs == ((-1, 2),)
+
+
+@pytest.mark.parametrize(("replays", "training"), [(True, True), (True, False), (False, True)])
+def test_experts_are_those_of_training_requests(config: Config, fake: Recording, replays: bool, training: bool) -> None:
+    """vLLM returns the experts of all tokens that passed, [P + T - 1, layers, k], so the last token has none."""
+    config.rollout.replay_routes = replays
+    engine = VLLM(config.model, config.rollout, 64, 0)
+    whole = replace(SAMPLING, top_p=1.0, top_k=-1)
+    for name in "ab":
+        engine.add(name, EngineRequest([1, 2], whole, for_training=training))
+    outputs = fake.step()
+    outputs[0].outputs[0].routed_experts = np.arange(12, dtype=np.int32).reshape(3, 2, 2)
+    fake.step = lambda: outputs  # type: ignore[method-assign]
+    (output,) = engine.step()
+    routes = output.generation.routes
+    if not (replays and training):
+        assert routes is None
+        return
+    assert routes is not None and routes.dtype == np.int16
+    assert routes.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [UNROUTED] * 4]
+    engine.abort(["b"])
+    assert not engine._routed
 
 
 def test_requests_that_are_sampled_alike_have_their_own_seeds(engine: VLLM, fake: Recording) -> None:
