@@ -255,6 +255,13 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     return array.flatten().to_numpy(zero_copy_only=False), offsets
 
 
+def token_lists(table: pa.Table, name: str) -> list[list[int]]:
+    """Return a column of token ids as Python lists, which engines need."""
+    values, offsets = flat(table, name)
+    ids, ends = values.tolist(), offsets.tolist()
+    return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
 def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
     """Return the values [N] of the list column `name`, which has one entry per response token.
 

@@ -62,7 +62,7 @@ def routers(state: State) -> None:
             if value == "R3":
                 state.set("rollout.replay_routes", True)
         elif key.endswith(_REPLAY_MODE):
-            state.leave(key, "experts are those of the engine (R3, rollout.replay_routes) or the trainer's own", True)
+            state.leave(key, "the trainer takes the engine's experts (R3, rollout.replay_routes) or its own", True)
 
 
 def images(state: State) -> None:

@@ -20,6 +20,8 @@ ROUTERS = {
 }
 """Classes of routers whose experts can be noted and replayed (`routes.py`), with the `model_type` of their family."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of `config.json` for the number of experts per layer; it depends on the model family which one is there."""
 
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),

@@ -186,9 +186,9 @@ def pack(
     routes = None
     if rows.routes is not None:
         routes = np.full((input_ids.size, rows.routes.shape[1]), UNROUTED, np.int16)
-        told = rows.token_offsets[order]
-        routes[prompt_index] = rows.routes[ranges(told[first], prompt_counts)]
-        routes[response_index] = rows.routes[ranges(told + np.repeat(prompt_counts, sizes), fed)]
+        begins = rows.token_offsets[order]
+        routes[prompt_index] = rows.routes[ranges(begins[first], prompt_counts)]
+        routes[response_index] = rows.routes[ranges(begins + np.repeat(prompt_counts, sizes), fed)]
     row_number = np.arange(len(order))
     if not rows.are_contexts:
         # Not the rows' own numbers: rows are numbered in the order of the packs.

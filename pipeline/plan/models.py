@@ -15,7 +15,7 @@ from pipeline.config import Config
 from pipeline.config.paths import model_folder
 from pipeline.derived import reads_reference, reads_teacher, uses_critic, uses_images
 from pipeline.models import adapter, weight_files
-from pipeline.models.architecture import most_positions
+from pipeline.models.architecture import EXPERTS, most_positions
 
 VISION = "vision_config"
 TOWERS = (VISION, "audio_config")
@@ -31,9 +31,6 @@ TIED = re.compile(r"embed_tokens|\bwte\b|embed_in|word_embeddings")
 
 TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
 """Pattern for names of matrices that are embeddings or heads, not linear layers inside of a model."""
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of `config.json` for the number of experts per layer; it depends on the model family which one is there."""
 
 ROUTED = ".experts."
 """Text in the names of weights of routed experts, which only some tokens use."""

@@ -25,6 +25,7 @@ from pipeline.derived import (
     uses_images,
     uses_policy_scores,
 )
+from pipeline.models.architecture import EXPERTS
 from pipeline.models.weight_files import read_config
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER, flat, prompt_tokens
@@ -281,7 +282,7 @@ def _check_routes(config: Config, rows: pa.Table) -> None:
         return
     routes = flat(rows, "routes")[0]
     width = len(routes) // (prompt_tokens(rows) + len(flat(rows, "response_ids")[0]))
-    experts = model.get("num_experts", model.get("num_local_experts", 0))
+    experts = next((model[name] for name in EXPERTS if name in model), 0)
     most = model.get("num_hidden_layers", 0) * model.get("num_experts_per_tok", 0)
     if width > most or routes.max() >= experts:
         raise ConfigError(

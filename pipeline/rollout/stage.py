@@ -235,7 +235,7 @@ class Rollout:
     def _requests(self, table: pa.Table) -> list[EngineRequest]:
         training = table["split"][0].as_py() == "train"
         return requests(
-            token_lists(table, "prompt_ids"),
+            rows.token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
             self._sampling(table),
             self._samples(training),
@@ -348,7 +348,8 @@ class Rollout:
             split = pc.if_else(pa.array(sample == per_prompt - 1), "baseline", table["split"])
             table = table.set_column(column, table.schema.field(column), split)
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
-        tokens, log_probs = map(np.concatenate, zip(*((g.token_ids, g.log_probs) for g in generations), strict=True))
+        tokens = np.concatenate([g.token_ids for g in generations])
+        log_probs = np.concatenate([g.log_probs for g in generations])
         runs = np.array([run for g in generations for run in g.version_runs], dtype=np.int64).reshape(-1, 2)
         run_offsets = np.cumsum([0, *(len(g.version_runs) for g in generations)])
         mask = np.ones(len(tokens), np.int8) if mask is None else mask
@@ -377,13 +378,6 @@ class Rollout:
 def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, AgentConfig, TrainerConfig, bool]:
     """Return the arguments of `Rollout` that come before `policy`."""
     return config.data, config.model, config.rollout, config.agent, config.trainer, uses_baselines(config)
-
-
-def token_lists(table: pa.Table, name: str) -> list[list[int]]:
-    """Return a column of token ids as Python lists, which engines need."""
-    values, offsets = rows.flat(table, name)
-    ids, ends = values.tolist(), offsets.tolist()
-    return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def decoded(tokenizer: Any, responses: list[list[int]], ends: Sequence[int] = ()) -> list[str]:

@@ -281,7 +281,7 @@ class HuggingFace:
         made = self._inputs(self._batch([row]))
         self._note()
         found = self.policy(**made.arguments, temperature=row.request.sampling.temperature or 1.0)
-        self._read_whole([row], last=0)
+        self._read_whole([row])
         numbers: list[float] = found.log_probs.tolist()
         return numbers
 
@@ -299,18 +299,17 @@ class HuggingFace:
         noted = self.policy.routers.noted().view(rows, -1, self._width).cpu().numpy()
         return [noted[number] for number in index]
 
-    def _read_whole(self, rows: Sequence[PartialRow], last: int = 1) -> None:
-        """Give rows the experts of a pass over whole rows, without those of the last token if `last` is 0."""
+    def _read_whole(self, rows: Sequence[PartialRow]) -> None:
+        """Give rows the experts of a pass over whole rows, in the order of the pass."""
         if not self._width:
             return
-        lengths = [len(row.tokens) - 1 + last for row in rows]
-        packed = self._packs
         noted = self.policy.routers.noted().cpu().numpy()
         start = 0
-        for row, length in zip(rows, lengths, strict=True):
+        for row in rows:
+            length = len(row.tokens)
             if row.routes:
                 row.routes.begin(noted[start : start + length])
-            start += length if packed else len(noted) // len(rows)
+            start += length if self._packs else len(noted) // len(rows)
 
     # Tokens.
 
