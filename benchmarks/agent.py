@@ -40,7 +40,8 @@ from pipeline.generation import EngineRequest
 from pipeline.rollout.engines import Engine
 from pipeline.rollout.episodes import Episodes
 from pipeline.rollout.seeds import seed_of
-from pipeline.rollout.stage import Rollout, sections, token_lists
+from pipeline.rollout.stage import Rollout, sections
+from pipeline.rows import token_lists
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
 

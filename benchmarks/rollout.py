@@ -48,7 +48,8 @@ from pipeline.prompts.stage import loaders
 from pipeline.rollout.engines import Engine
 from pipeline.rollout.engines.vllm.engine import VLLM, params
 from pipeline.rollout.requests import requests
-from pipeline.rollout.stage import Rollout, sections, token_lists
+from pipeline.rollout.stage import Rollout, sections
+from pipeline.rows import token_lists
 from pipeline.run.driver import start_ray
 from pipeline.sampling import Sampling, row_limits
 from pipeline.store.client import StoreClient

@@ -291,6 +291,9 @@ def test_a_critic_reads_the_same_images(folder, policy, vision):
         embedding[LIKE] = embedding[rows.vision.placeholder]
     packs, _ = pack_rows(rows.batch, list(range(len(rows.of))), 10_000, True, False)
     batch = pack(rows.batch, packs, packed=True, place_images=critic.image_reader.place)
+    # In float64: the gradients of some biases are 0 but for rounding, which differs by the kind of CPU.
+    critic.double()
+    policy.lm.double()
     values = critic(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
     text = policy.decoder.config.get_text_config()
     text._attn_implementation = "sdpa"
@@ -306,7 +309,7 @@ def test_a_critic_reads_the_same_images(folder, policy, vision):
         if vision == "frozen":
             assert found is None
         else:
-            assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-5, name
+            assert (found - parameter.grad).abs().max() <= 1e-4 * parameter.grad.abs().max() + 1e-6, name
 
 
 def test_a_critic_without_weights_of_its_tower_is_refused(folder, tmp_path):
