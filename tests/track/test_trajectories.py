@@ -23,7 +23,7 @@ def _rows(iteration: int, chunk: int, *, split: str = "train", offset: int = 0, 
             columns[field.name] = [[{"kind": 1, "tokens": 2, "reward": None}]] * rows
         elif field.type == CONTEXTS:
             columns[field.name] = [[{"prompt": [3], "tokens": 2}]] * rows
-        elif pa.types.is_list(field.type):
+        elif pa.types.is_list(field.type) or pa.types.is_large_list(field.type):
             binary = pa.types.is_binary(field.type.value_type)
             columns[field.name] = [[b"png"] if binary else [1, 2]] * rows
         elif pa.types.is_string(field.type):
