@@ -57,7 +57,7 @@ from pipeline.store.events import PromptsMade
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
 from pipeline.weights.load import Shard
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 
 CPU = " by CPU"
 STOP_IDS = [2, *range(100, 107)]
@@ -270,7 +270,7 @@ def weights(config: Config, put: Any) -> Shard:
     """Pack the model's weights as one rank would publish them."""
     assert config.model.path is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
-    return pack(named(model), 0, torch_dtype(config.rollout.dtype, "rollout.dtype"), 2**29, put)
+    return pack(parts(model, 0, torch_dtype(config.rollout.dtype, "rollout.dtype")), 0, 2**29, put)
 
 
 def settings(model: str, data: str, args: argparse.Namespace) -> Config:

@@ -41,7 +41,7 @@ from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationSc
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
 from pipeline.weights.load import Shard
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 from tests.scoring.generated import assert_near
 from tests.scoring.test_policy import sums, variant
 from tests.scoring.test_reference import chosen
@@ -72,8 +72,8 @@ class Published:
     def __call__(self, version: int) -> dict[str, Shard]:
         policy = Policy(AutoModelForCausalLM.from_pretrained(self.policies[version]))
         return {
-            "policy": pack(named(policy, Policy.hf_name), 0, torch.float32, BUCKET, ray.put),
-            "critic": pack(named(self.critics[version]), 0, torch.float32, BUCKET, ray.put),
+            "policy": pack(parts(policy, 0, torch.float32, Policy.hf_name), 0, BUCKET, ray.put),
+            "critic": pack(parts(self.critics[version], 0, torch.float32), 0, BUCKET, ray.put),
         }
 
 

@@ -206,7 +206,7 @@ def publish(options: Options) -> Figures:
 
     from pipeline.train.setup import build_actor
     from pipeline.weights.load import parameters
-    from pipeline.weights.publish import named, pack
+    from pipeline.weights.publish import pack, parts
 
     device = begin(options)
     module = build_actor(settings(options), device, 1).module
@@ -214,7 +214,7 @@ def publish(options: Options) -> Figures:
     packed: list[Any] = []
 
     def gather() -> None:
-        packed[:] = [pack(named(module), 0, dtype, limit, lambda buffer: buffer)]
+        packed[:] = [pack(parts(module, 0, dtype), 0, limit, lambda buffer: buffer)]
 
     seconds = fastest(options.repeats, gather, device)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]

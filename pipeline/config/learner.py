@@ -84,7 +84,7 @@ class FSDPConfig:
 @dataclass
 class ParallelConfig:
     """Parallelism of a model over the train workers, in addition to FSDP. `trainer.num_workers` must be a multiple of
-    `tensor * sequence * replicate`."""
+    `tensor * sequence * pipeline * replicate`."""
 
     tensor: int = setting(1, at_least=1)
     """Number of tensor-parallel workers: neighbours on one node that see the same rows and each compute a part of every
@@ -99,6 +99,11 @@ class ParallelConfig:
     """Number of expert-parallel workers of a mixture of experts; each has different experts. 1, or the same as
     `tensor`."""
 
+    pipeline: int = setting(1, at_least=1)
+    """Number of pipeline stages. Each stage has some neighbouring layers, divided by the other sizes over the workers
+    of the stage. Workers of different stages see the same rows, and send each other hidden states. For models of which
+    FSDP would gather more over the network than it can hide."""
+
     replicate: int = setting(1, at_least=1)
     """Number of copies of the sharded weights (hybrid sharding). Each copy is on neighbouring workers, which gather
     weights only from each other. For slow networks between nodes."""
@@ -106,7 +111,7 @@ class ParallelConfig:
     @property
     def ranks_with_same_rows(self) -> int:
         """Number of workers that see the same rows."""
-        return self.tensor * self.sequence
+        return self.tensor * self.sequence * self.pipeline
 
 
 @dataclass

@@ -305,6 +305,23 @@ def register() -> None:
     AttentionMaskInterface.register(PACKED, _mask)
 
 
+def decode(
+    decoder: Any,
+    input_ids: Tensor,
+    positions: Tensor | None = None,
+    packing: Layout | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """[B, T, H] last hidden states of the decoder, [1, T / S, H] with sequence parallelism. Arguments are as in
+    `hidden_states`."""
+    if packing is not None and (share := packing.share) is not None:
+        assert positions is not None
+        input_ids, positions = share.cut(input_ids), share.cut(positions)
+    more = {} if packing is None else {"position_ids": positions, "packing": packing}
+    hidden: Tensor = decoder(**(given or {"input_ids": input_ids}), use_cache=False, **more).last_hidden_state
+    return hidden
+
+
 def hidden_states(
     decoder: Any,
     input_ids: Tensor,
@@ -323,15 +340,10 @@ def hidden_states(
         index: [N] int64, indices into the flattened `input_ids`.
         positions: [1, T] int64, positions in each context, if packed.
         packing: layout of the contexts, if packed.
-        given: arguments of the decoder that take the place of `input_ids`, such as embeddings with images; not with
-            sequence parallelism.
+        given: arguments of the decoder that take the place of `input_ids`, such as embeddings with images; with
+            sequence parallelism of this rank's positions.
     """
+    hidden = decode(decoder, input_ids, positions, packing, given)
     if packing is not None and (share := packing.share) is not None:
-        assert positions is not None
-        input_ids, positions = share.cut(input_ids), share.cut(positions)
-        index = index.index_select(0, share.own) - share.group.rank() * input_ids.shape[1]
-    more = {} if packing is None else {"position_ids": positions, "packing": packing}
-    hidden: Tensor = decoder(
-        **(given or {"input_ids": input_ids}), use_cache=False, **more
-    ).last_hidden_state  # [B, T, H]
+        index = index.index_select(0, share.own) - share.group.rank() * hidden.shape[1]
     return hidden.flatten(0, 1).index_select(0, index)

@@ -4,9 +4,9 @@ A learner hands over the whole list of micro-batches of a step, and computes los
 may order the passes in its own manner, compute a part of the layers on each rank, or hold the gradients elsewhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from pipeline.models.fsdp import clip_grad_norm
 from pipeline.models.packing import MicroBatch
 
-Output = TypeVar("Output")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of some rows; each is built when it passes."""
 
     packs: list[list[list[int]]]
@@ -30,11 +29,8 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, number: int) -> MicroBatch:
+    def __getitem__(self, number: Any) -> Any:
         return self.build(self.packs[number])
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return map(self.build, self.packs)
 
 
 class FsdpBackend:
@@ -42,18 +38,19 @@ class FsdpBackend:
 
     Args:
         module: the sharded model.
-        optimizer: its optimiser.
+        optimizer: its optimiser; None for a frozen model.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        self._module: Any = module
+        self._optimizer: Any = optimizer
 
     def run(
         self,
-        batches: Iterable[MicroBatch],
-        forward: Callable[[MicroBatch], Output],
-        loss: Callable[[MicroBatch, Output], tuple[Tensor, Result]],
-    ) -> list[Result]:
+        batches: Sequence[MicroBatch],
+        forward: Callable[..., Any],
+        loss: Callable[[MicroBatch, Any], tuple[Tensor, Result]],
+    ) -> list[Result | None]:
         """Run the forward and backward pass of each micro-batch, and add up the gradients; a collective.
 
         Args:
@@ -62,9 +59,9 @@ class FsdpBackend:
             loss: computes the loss of a micro-batch from the model's output, and a result.
 
         Returns:
-            the result of each micro-batch.
+            the result of each micro-batch; None if another rank computes it.
         """
-        results = []
+        results: list[Result | None] = []
         for batch in batches:
             value, result = loss(batch, forward(batch))
             value.backward()
@@ -72,8 +69,8 @@ class FsdpBackend:
         return results
 
     def predict(
-        self, batches: Iterable[MicroBatch], forward: Callable[[MicroBatch], Output]
-    ) -> Iterator[tuple[MicroBatch, Output]]:
+        self, batches: Sequence[MicroBatch], forward: Callable[..., Any]
+    ) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield each micro-batch with the model's output; a collective. Arguments are as in `run`."""
         for batch in batches:
             yield batch, forward(batch)

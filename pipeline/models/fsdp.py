@@ -123,21 +123,39 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
     return module
 
 
-def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_grad_norm(
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    copied: Sequence[nn.Parameter] = (),
+    stages: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> float:
     """Scale the gradients down to a global 2-norm of at most `max_norm`; a collective.
+
+    Args:
+        params: parameters of this rank's stage, or of the whole model.
+        max_norm: largest norm.
+        copied: parameters in `params` whose gradients count in another stage.
+        stages: ranks with the parameters of the other stages; None without a pipeline.
+        device: device on which `stages` communicate.
 
     Returns the norm before scaling, equal on every rank. If it is not finite, gradients are not changed; the caller
     must then skip the optimiser step.
     """
-    groups = by_mesh(parameter for parameter in params if parameter.grad is not None)
+    with_grad = [parameter for parameter in params if parameter.grad is not None]
+    elsewhere = {id(parameter) for parameter in copied}
     squares = 0.0
-    for group in groups:
+    for group in by_mesh(parameter for parameter in with_grad if id(parameter) not in elsewhere):
         # Ranks that hold the same weights have the same gradients, which count once.
         norm = nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
         squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    if stages is not None:
+        total = torch.tensor(squares, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=stages)
+        squares = float(total)
     value = math.sqrt(squares)
     if math.isfinite(value):
-        for group in groups:
+        for group in by_mesh(with_grad):
             nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(value))
     return value
 
@@ -160,8 +178,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns name to tensor on rank 0, and {} on other ranks. A tied parameter appears once, under its first name.
     Adapters are merged, as in `lora.published`.
     """
-    keep = not dist.is_initialized() or dist.get_rank() == 0
-    return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
+    return {name: tensor for block in gathered_blocks(model) for name, tensor in block.items()}
 
 
 def save_hf(
@@ -203,7 +220,7 @@ def save_hf(
             partial.mkdir(parents=True)
     except OSError as problem:
         error = problem
-    for block in gathered_blocks(model, rank == 0, dtype):
+    for block in gathered_blocks(model, dtype):
         try:
             if rank == 0 and error is None:
                 files.add({model.hf_name(name): tensor for name, tensor in block.items()})

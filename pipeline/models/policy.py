@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
-from pipeline.models.attention import Layout
+from pipeline.models.attention import Layout, decode, hidden_states
 from pipeline.models.head import HeadOutput, LogitRule, TokenLists, own_rows, token_log_probs, top_log_probs
 from pipeline.models.lora import inject, policy_class
-from pipeline.models.mesh import Mesh
+from pipeline.models.mesh import Mesh, Stage
 from pipeline.models.packing import ImageInputs
 from pipeline.models.pretrained import (
+    PREFIX,
     Pretrained,
     check_complete,
     differs,
@@ -32,6 +33,7 @@ from pipeline.models.pretrained import (
 from pipeline.models.processor import load_vision
 from pipeline.models.repeatable import few_tokens
 from pipeline.models.routes import Routers
+from pipeline.models.stages import borrowed
 from pipeline.models.support import Support
 from pipeline.models.vision import ImageReader, read
 
@@ -42,14 +44,17 @@ class Policy(Pretrained):
     Args:
         lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
         image_reader: reads the images of prompts; None for text.
+        stage: the stage of a pipeline that `lm` is.
 
     Raises ValueError if the head does not reproduce the model's logits, or the model still draws random numbers in
     training mode after dropout was switched off.
     """
 
-    def __init__(self, lm: Any, image_reader: ImageReader | None = None) -> None:
+    def __init__(self, lm: Any, image_reader: ImageReader | None = None, stage: Stage | None = None) -> None:
         super().__init__(lm)
         self.image_reader = image_reader
+        self.stage = stage or Stage()
+        self.borrowed = frozenset(PREFIX + name for name in borrowed(lm, self.stage))
         self.processor = image_reader and image_reader.vision.processor
         config = lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -57,7 +62,8 @@ class Policy(Pretrained):
             getattr(config, "logits_scaling", None) or 1.0
         )
         self.routers = Routers(lm)
-        self._check_head()
+        if self.stage.last:
+            self._check_head()
 
     def forward(
         self,
@@ -74,8 +80,11 @@ class Policy(Pretrained):
         routes: Tensor | None = None,
         lists: TokenLists | None = None,
         top: int = 0,
-    ) -> HeadOutput:
+        hidden: Tensor | None = None,
+    ) -> HeadOutput | Tensor:
         """Compute log-probs of `targets` under the policy at `temperature`, and of the tokens in `lists`.
+
+        A stage of a pipeline other than the last one returns its hidden states, [B, T, H] or [1, T / S, H].
 
         Log-probs of `targets` are renormalised over their supports. Entropies, and log-probs of `lists`, belong to the
         whole vocabulary.
@@ -95,10 +104,16 @@ class Policy(Pretrained):
             routes: [B*T, W] int16, experts to replay (`Routers`); None if the routers choose.
             lists: further tokens whose log-probs are wanted, for each target.
             top: number of most likely tokens that are wanted, without gradients.
+            hidden: hidden states of the stage before; None in the first stage.
         """
+        if not self.stage.last:
+            return decode(self.decoder, input_ids, positions, packing, _embedded(hidden))
         share = packing.share if packing else None
         self.routers.replay(routes if routes is None or share is None else share.cut(routes[None])[0])
-        hidden = read(self, input_ids, logit_index, positions, packing, images)
+        if hidden is None:
+            hidden = read(self, input_ids, logit_index, positions, packing, images)
+        else:
+            hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, _embedded(hidden))
         wanted = lists
         if share:
             targets = targets.index_select(0, share.own)
@@ -162,8 +177,12 @@ class Policy(Pretrained):
 
     def try_pass(self, device: torch.device) -> None:
         """Run a forward pass over a few tokens, for `check_repeatable`."""
-        ids = few_tokens(self.lm, device)
-        self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
+        ids, hidden = few_tokens(self.lm, device), None
+        if not self.stage.first:
+            generator = torch.Generator().manual_seed(0)
+            width = self.decoder.config.get_text_config().hidden_size
+            hidden = torch.randn(*ids.shape, width, generator=generator).to(device, self.lm.dtype)
+        self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:], hidden=hidden)
 
     @property
     def decoder(self) -> Any:
@@ -204,6 +223,11 @@ class Policy(Pretrained):
             )
 
 
+def _embedded(hidden: Tensor | None) -> dict[str, Tensor]:
+    """Return the arguments of a decoder for the hidden states of the stage before, none in the first stage."""
+    return {} if hidden is None else {"inputs_embeds": hidden}
+
+
 def load_policy(
     config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, longest: int | None = None
 ) -> Policy:
@@ -213,7 +237,7 @@ def load_policy(
     """
     lm = load_lm(config, key, mesh, longest=longest)
     if config.vision == "none":
-        return Policy(lm)
+        return Policy(lm, stage=mesh.stage if mesh else None)
     return Policy(lm, ImageReader(lm, load_vision(config), config.vision == "trained"))
 
 

@@ -13,7 +13,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
-from pipeline.models.mesh import Mesh
+from pipeline.models.mesh import Mesh, Stage
 from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
 from pipeline.models.precision import torch_dtype
@@ -37,6 +37,10 @@ class Pretrained(nn.Module):
 
     processor: Any = None
     """The model's processor of images, which is saved with it; None for a model of text."""
+    stage = Stage()
+    """The stage of a pipeline that this model is."""
+    borrowed: frozenset[str] = frozenset()
+    """Names of weights that another stage publishes and saves."""
 
     def __init__(self, lm: Any) -> None:
         """Wrap `lm`, and switch its dropout off. Raises ValueError if it still draws random numbers in training."""

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.models.lora import published
+from pipeline.models.mesh import Stage
 from pipeline.models.state import is_weight
 
 FILE_BYTES = 2 * 2**30
@@ -120,16 +122,55 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
+def gathered_blocks(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of `lora.published`, unsharded, in CPU memory, one transformer block at a time; a collective.
 
-    Each block is a dict of name to tensor. A tied parameter comes once, under its first name.
+    Each block is a dict of name to tensor. A tied parameter comes once, under its first name. Only rank 0 gets the
+    tensors: the blocks of other ranks are empty, or missing.
 
     Args:
-        model: sharded or not.
-        keep: whether this rank gets the tensors; if not, its dicts are empty.
+        model: sharded or not, or a stage of a pipeline; rank 0 gets the tensors of all stages.
         dtype: type to which parameters are converted; None keeps their type. Buffers always keep their type.
     """
+    stage: Stage = getattr(model, "stage", Stage())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if stage.count == 1:
+        yield from _gathered(model, rank == 0, dtype)
+        return
+    size = dist.get_world_size() // stage.count
+    for number in range(stage.count):
+        if number == stage.number:
+            for block in _gathered(model, rank == number * size, dtype):
+                if number == 0:
+                    yield block
+                elif rank == number * size:
+                    _send(block)
+            if number > 0 and rank == number * size:
+                _send({})
+        elif rank == 0:
+            while block := _receive(number * size):
+                yield block
+
+
+def _send(block: dict[str, Tensor]) -> None:
+    """Send a block to rank 0, which must call `_receive`."""
+    dist.send_object_list([{name: tensor.to("meta") for name, tensor in block.items()}], dst=0)
+    for tensor in block.values():
+        dist.send(tensor.contiguous(), dst=0)
+
+
+def _receive(source: int) -> dict[str, Tensor]:
+    """Return the block that the rank `source` sends."""
+    named: list[Any] = [None]
+    dist.recv_object_list(named, src=source)
+    block = {name: torch.empty_like(tensor, device="cpu") for name, tensor in named[0].items()}
+    for tensor in block.values():
+        dist.recv(tensor, src=source)
+    return block
+
+
+def _gathered(model: nn.Module, keep: bool, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the blocks of this rank's stage, or of the whole model; with tensors if `keep`."""
     block: dict[str, Tensor] = {}
     place: str | None = ""
     for name, tensor in published(model):

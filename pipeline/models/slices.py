@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from pipeline.models.mesh import Mesh
+from pipeline.models.stages import cut
 from pipeline.models.tensor_parallel import divide
 from pipeline.upstream import version_of
 from pipeline.upstream.torch import StridedShard
@@ -38,10 +39,13 @@ def place(lm: Any, mesh: Mesh) -> None:
         lm: model of `transformers` with its weights on the meta device.
         mesh: the ranks that divide the weights.
 
-    Raises ValueError if `transformers` has no plan for the tensor or expert parallelism of `mesh` for the class.
+    Raises ValueError if `transformers` has no plan for the tensor or expert parallelism of `mesh` for the class, or the
+    model has fewer layers than stages.
     """
     if mesh.tensor:
         divide(lm, mesh)
+    if mesh.stage.count > 1:
+        cut(lm, mesh.stage)
     head = lm.get_output_embeddings() if lm.can_generate() else None
     sliced = {id(parameter) for parameter in lm.base_model.parameters() if parameter.ndim > 1}
     sliced |= {id(head.weight)} if isinstance(head, nn.Linear) else set()
@@ -90,10 +94,10 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
 
     if not knows_loader():
         installed = version_of("transformers")
-        if mesh.tensor:
+        if mesh.tensor or mesh.stage.count > 1:
+            key = "actor.parallel.tensor" if mesh.tensor else "actor.parallel.pipeline"
             raise ValueError(
-                f"{installed} loads weights in a way that actor.parallel.tensor does not know; install "
-                "the version of requirements/"
+                f"{installed} loads weights in a way that {key} does not know; install the version of requirements/"
             )
         logger.warning("%s loads weights in an unknown way; every rank reads whole weights", installed)
         yield

@@ -113,11 +113,10 @@ class Actor(Learner):
             return
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
         other = self.reference
-        module, passes = (other.module, other.passes) if other else (self.module, None)
-        with without_adapters(module):
-            batches = self.micro_batches(rows, list(range(len(rows))), passes=passes)
+        with without_adapters(other.module if other else self.module):
+            batches = self.micro_batches(rows, list(range(len(rows))), passes=other and other.passes)
             # A reference has experts of its own, also one that is the policy without adapters.
-            for batch, found in self._predict(batches, module, routes=None):
+            for batch, found in self._predict(batches, other, routes=None):
                 rows.ref_log_probs[batch.token_index] = found.log_probs.cpu().numpy()
 
     def _compute_teacher(self, rows: TrainBatch, teacher: ShardedReference) -> None:
@@ -128,7 +127,7 @@ class Actor(Learner):
             rows.teacher_top_ids = np.zeros((len(log_probs), top), np.int32)
             rows.teacher_top_log_probs = np.zeros((len(log_probs), top), np.float32)
         batches = self.micro_batches(rows, list(range(len(rows))), passes=teacher.passes)
-        for batch, found in self._predict(batches, teacher.module, top=top):
+        for batch, found in self._predict(batches, teacher, top=top):
             log_probs[batch.token_index] = found.log_probs.cpu().numpy()
             for into, values in zip((rows.teacher_top_ids, rows.teacher_top_log_probs), found.top or (), strict=False):
                 assert into is not None
@@ -197,9 +196,10 @@ class Actor(Learner):
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
-        parts = ranks.all_gather(own.astype(np.float64))[:: self.mesh.same_rows]
+        found = ranks.all_gather(own.astype(np.float64))
+        parts = [part for rank, part in enumerate(found) if self.mesh.leads(rank)]
         chosen = self.loss.choose_tokens(Candidates(*np.concatenate(parts, axis=1)), self.config)
-        before = sum(part.shape[1] for part in parts[: ranks.rank() // self.mesh.same_rows])
+        before = sum(part.shape[1] for part in parts[: self.mesh.rows_group(ranks.rank())])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 
@@ -229,11 +229,12 @@ class Actor(Learner):
         """True if no earlier pass has brought the entropy of the policy before the first step."""
         return self.in_one_pass or not self.needs_old_log_probs
 
-    def forward(self, batch: MicroBatch, number: int) -> HeadOutput:
+    def forward(self, batch: MicroBatch, number: int, hidden: Tensor | None = None) -> HeadOutput:
         """See `Learner.forward`."""
         top = batch.teacher_top_ids
         lists = None if top is None else TokenLists.of(top)
-        return self._pass(batch, with_entropy=bool(self.config.entropy_coeff) or self._first_seen, lists=lists)
+        entropy = bool(self.config.entropy_coeff) or self._first_seen
+        return self._pass(batch, with_entropy=entropy, lists=lists, hidden=hidden)
 
     def compute_loss(
         self, rows: TrainBatch, batch: MicroBatch, found: HeadOutput, number: int
@@ -289,11 +290,15 @@ class Actor(Learner):
         return loss, stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
     def _predict(
-        self, batches: MicroBatches, module: Policy | None = None, **options: Any
+        self, batches: MicroBatches, other: ShardedReference | None = None, **options: Any
     ) -> Iterator[tuple[MicroBatch, HeadOutput]]:
-        """Yield each micro-batch with the output of `module`, None for the policy; a collective. `options` are further
+        """Yield each micro-batch with the output of `other`, None for the policy; a collective. `options` are further
         arguments of `Policy.forward`."""
-        return self.backend.predict(batches, lambda batch: self._pass(batch, module, **options))
+
+        def forward(batch: MicroBatch, hidden: Tensor | None = None) -> HeadOutput:
+            return self._pass(batch, other and other.module, hidden=hidden, **options)
+
+        return (other or self).backend.predict(batches, forward)
 
     def _pass(self, batch: MicroBatch, module: Policy | None = None, **options: Any) -> HeadOutput:
         chosen: dict[str, Any] = {"temperature": self.temperature, "chunk_tokens": self.config.logits_chunk_tokens}

@@ -351,7 +351,7 @@ def _rng() -> dict[str, torch.Tensor]:
 def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
     """Return learner's name to its model and optimiser state, as tensors that `dcp` saves from or loads into.
 
-    Weights that are not trained are left out.
+    Weights that are not trained are left out, and settings of the optimiser, which come from the configuration.
     """
     state = {}
     for learner in learners:
@@ -363,7 +363,7 @@ def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
                 moments["step"].zero_()
         untrained = frozen(learner)
         trained = {name: tensor for name, tensor in model.items() if name not in untrained}
-        state[learner.name] = {"model": trained, "optimizer": optimizer}
+        state[learner.name] = {"model": trained, "optimizer": {"state": optimizer["state"]}}
     return state
 
 

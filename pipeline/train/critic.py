@@ -46,7 +46,7 @@ class Critic(Learner):
         super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 
-    def forward(self, batch: MicroBatch, number: int) -> Tensor:
+    def forward(self, batch: MicroBatch, number: int, hidden: Tensor | None = None) -> Tensor:
         """[N] values of the predicted tokens; see `Learner.forward`."""
         values: Tensor = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)
         return values

@@ -15,6 +15,7 @@ that change their rank are sent. A single rank keeps its rows as they are.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.models.batch import TokenBatch
+from pipeline.models.mesh import Mesh
 from pipeline.rows import flat, loss_mask
 from pipeline.train import ranks
 from pipeline.train.actor import Actor
@@ -96,8 +98,8 @@ class Dealer:
     """True if rows whose advantages are all 0 skip the actor's update."""
     idle: float
     """Factor on the work of a row that skips the update, from 0 to 1."""
-    same_rows: int = 1
-    """Number of neighbouring ranks that train the same rows (tensor and sequence parallelism)."""
+    mesh: Mesh
+    """The ranks. Groups of `mesh.same_rows` of them train the same rows."""
 
     @classmethod
     def of(cls, actor: Actor, critic: Critic | None, samples: int, parts: int) -> "Dealer":
@@ -119,14 +121,14 @@ class Dealer:
             hidden_size=int(actor.module.decoder.config.get_text_config().hidden_size),
             skips=actor.skips_without_advantage,
             idle=others / (others + 3.0 * actor.shape.epochs - actor.in_one_pass),
-            same_rows=actor.mesh.same_rows,
+            mesh=actor.mesh,
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Exchange rows with the other ranks; a collective.
 
-        Returns the rows that this rank trains. They are `same_rows` times as many as in `table`, because each row goes
-        to that many ranks.
+        Returns the rows that this rank trains. They are `mesh.same_rows` times as many as in `table`, because each row
+        goes to that many ranks.
 
         Args:
             table: the rows of a part that this rank got from the stream.
@@ -141,27 +143,29 @@ class Dealer:
         active = trains(table, self.unit) if self.skips else np.ones(len(work), dtype=bool)
         parts = ranks.all_gather((work, active))
         works, actives = (np.concatenate(column) for column in zip(*parts, strict=True))
-        owner = deal(works, actives, ranks.count() // self.same_rows, self.idle)
+        owner = deal(works, actives, ranks.count() // self.mesh.same_rows, self.idle)
         before = sum(len(part[0]) for part in parts[: ranks.rank()])
         owner = np.repeat(owner[before : before + len(work)], self.unit)
-        return exchange(table, owner, self.device, self.same_rows)
+        return exchange(table, owner, self.device, self.mesh.rows_group)
 
 
-def exchange(table: pa.Table, owner: np.ndarray, device: torch.device, same_rows: int = 1) -> pa.Table:
+def exchange(
+    table: pa.Table, owner: np.ndarray, device: torch.device, group_of: Callable[[int], int] = int
+) -> pa.Table:
     """Send each row to its new ranks; a collective.
 
     Returns the rows of all ranks' tables that this rank gets, ordered by their old rank and their place in its table.
 
     Args:
         table: this rank's rows.
-        owner: [R] new group of each row: group g are the ranks g * same_rows to (g + 1) * same_rows - 1.
+        owner: [R] new group of each row.
         device: device on which the process group communicates.
-        same_rows: number of ranks in a group; each of them gets all rows of the group.
+        group_of: returns the group of a rank; each rank gets all rows of its group.
     """
     own = ranks.rank()
     packed = []
     for other in range(ranks.count()):
-        rows = table.take(pa.array(np.flatnonzero(owner == other // same_rows)))
+        rows = table.take(pa.array(np.flatnonzero(owner == group_of(other))))
         if other == own:
             kept, rows = rows, rows.slice(0, 0)
         packed.append(_to_bytes(rows) if len(rows) else np.empty(0, dtype=np.uint8))

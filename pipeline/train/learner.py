@@ -8,7 +8,7 @@ of ranks. The gradient of a mini-batch is divided by counts over all ranks.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import UpdateShape
 from pipeline.greeting import Way
 from pipeline.losses import agg_loss
-from pipeline.models.backend import FsdpBackend, MicroBatches
+from pipeline.models.backend import MicroBatches
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.repeatable import check_repeatable
+from pipeline.models.schedule import make_backend
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
@@ -43,8 +44,7 @@ class Learner(ABC):
         device: this rank's device.
         iterations: number of iterations that update the learner, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
-        mesh: the ranks that loaded slices of the model. Of neighbouring ranks that process the same rows
-            (`mesh.same_rows`), only the first one's metrics count.
+        mesh: the ranks that loaded slices of the model.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Learner(ABC):
         check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
-        self.backend = FsdpBackend(self.module, self.optimizer)
+        once = not config.fsdp.reshard_after_forward
+        self.backend = make_backend(self.module, self.optimizer, mesh, device, once)
 
     @property
     def shares_prompts(self) -> bool:
@@ -114,8 +115,14 @@ class Learner(ABC):
         return index
 
     @abstractmethod
-    def forward(self, batch: MicroBatch, number: int) -> Any:
-        """Pass a micro-batch through the model in step `number` of the iteration, and return the model's output."""
+    def forward(self, batch: MicroBatch, number: int, hidden: Tensor | None = None) -> Any:
+        """Pass a micro-batch through the model in step `number` of the iteration, and return the model's output.
+
+        Args:
+            batch: the micro-batch.
+            number: number of the step.
+            hidden: hidden states of the stage before; None in the first stage of a pipeline, and without one.
+        """
 
     @abstractmethod
     def compute_loss(self, rows: TrainBatch, batch: MicroBatch, found: Any, number: int) -> tuple[Tensor, Stats, float]:
@@ -128,17 +135,21 @@ class Learner(ABC):
 
     # The same in both.
 
-    def run(self, rows: TrainBatch, batches: Iterable[MicroBatch], number: int) -> list[tuple[Stats, float]]:
+    def run(self, rows: TrainBatch, batches: Sequence[MicroBatch], number: int) -> list[tuple[Stats, float]]:
         """Run the forward and backward passes of micro-batches of `rows` in step `number`; a collective.
 
-        Returns metrics of each micro-batch, and its number of rejected tokens, as from `compute_loss`.
+        Returns metrics of each micro-batch, and its number of rejected tokens, as from `compute_loss`; none, and 0, in
+        all stages of a pipeline but the last.
         """
 
         def loss(batch: MicroBatch, found: Any) -> tuple[Tensor, tuple[Stats, float]]:
             value, stats, rejected = self.compute_loss(rows, batch, found, number)
             return value, (stats, rejected)
 
-        return self.backend.run(batches, lambda batch: self.forward(batch, number), loss)
+        def forward(batch: MicroBatch, hidden: Tensor | None = None) -> Any:
+            return self.forward(batch, number, hidden)
+
+        return [found or ({}, 0.0) for found in self.backend.run(batches, forward, loss)]
 
     def aggregate(self, per_token: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
         """Sum the losses of a micro-batch by `loss_agg_mode`, not divided by the counts of the mini-batch yet.
@@ -222,9 +233,10 @@ class Learner(ABC):
         return stats
 
     def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
-        """Reduce over all ranks, as `ranks.all_reduce`, but count ranks that process the same rows once."""
-        reduced = ranks.all_reduce(values, self.device, op)
-        return [value / self.mesh.same_rows for value in reduced] if op == ranks.SUM else reduced
+        """Reduce over all ranks, as `ranks.all_reduce`, but sum only the values of ranks that lead (`leads`)."""
+        if op == ranks.SUM and not self.leads:
+            values = [0.0] * len(values)
+        return ranks.all_reduce(values, self.device, op)
 
     @property
     def data_ranks(self) -> int:
@@ -233,5 +245,5 @@ class Learner(ABC):
 
     @property
     def leads(self) -> bool:
-        """True if this rank is the first of the ranks that process the same rows."""
-        return ranks.rank() % self.mesh.same_rows == 0
+        """True if this rank's metrics count, for all ranks that process the same rows."""
+        return self.mesh.leads(ranks.rank())

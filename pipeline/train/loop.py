@@ -315,7 +315,7 @@ class Loop:
         """Adapt the KL coefficient of the reward (`use_kl_in_reward`) to the mean KL of all ranks' rows in `table`."""
         if self.config.algorithm.use_kl_in_reward:
             known = table["kl"].drop_null()
-            total, count = self.actor.all_reduce([pc.sum(known).as_py() or 0.0, float(len(known))])
+            total, count = ranks.all_reduce([pc.sum(known).as_py() or 0.0, float(len(known))], self.device)
             if count:
                 self.kl.update(total / count, len(table) * self.world_size)
 

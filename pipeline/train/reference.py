@@ -12,9 +12,11 @@ import torch
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
+from pipeline.models.backend import FsdpBackend
 from pipeline.models.fsdp import shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.policy import Policy, load_frozen
+from pipeline.models.schedule import make_backend
 from pipeline.models.sharing import Passes
 
 
@@ -26,6 +28,8 @@ class ShardedReference:
     """The model, sharded."""
     passes: Passes
     """Whether rows are packed, and whether samples share their prompt."""
+    backend: FsdpBackend
+    """Its passes."""
 
     @classmethod
     def load(
@@ -55,4 +59,5 @@ class ShardedReference:
         passes = Passes.of(module, trained.share_prompts, mesh.sequence_ranks)
         # Weights that stayed gathered would be a whole model on every GPU.
         fsdp = FSDPConfig(reshard_after_forward=True, param_dtype=config.dtype, offload="all" if offload else "none")
-        return cls(shard(module, fsdp, device, mesh), passes)
+        sharded = shard(module, fsdp, device, mesh)
+        return cls(sharded, passes, make_backend(sharded, None, mesh, device))

@@ -22,6 +22,7 @@ from ray.train import Checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
@@ -180,12 +181,12 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
         ) from error
     for learner in learners:
         part = state[learner.name]
-        model, optimizer = part["model"], part["optimizer"]
+        settings = get_optimizer_state_dict(learner.module, learner.optimizer)["param_groups"]
         set_state_dict(
             learner.module,
             learner.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer,
+            model_state_dict=part["model"],
+            optim_state_dict={**part["optimizer"], "param_groups": settings},
             # A frozen base has its weights in its own folder.
             options=StateDictOptions(strict=not frozen(learner)),
         )

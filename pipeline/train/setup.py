@@ -90,7 +90,8 @@ def build_publishers(
     if lora.alone:
         names = [adapter.peft_name(name) for name, _ in actor.module.named_parameters() if ".lora_" in name]
         alone = adapter.settings_of(lora, config.model.path, names)
-    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, memory, alone)}
+    name = actor.module.hf_name
+    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, name, memory, alone, actor.mesh)}
     if critic:
         replica = scoring_model(config.model, config.scoring.value, config.critic.fsdp)
         dtype = torch_dtype(replica.dtype, "scoring.value.dtype")

@@ -16,7 +16,7 @@ rounding:
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class GradAccumulator:
         }
         return merge([stats, learner.optimizer_step(tokens, self._rejected)])
 
-    def _run(self, rows: TrainBatch, batches: Iterable[MicroBatch]) -> None:
+    def _run(self, rows: TrainBatch, batches: Sequence[MicroBatch]) -> None:
         for stats, rejected in self._learner.run(rows, batches, self._number):
             self._stats.append(stats)
             self._rejected += rejected

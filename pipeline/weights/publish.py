@@ -5,17 +5,22 @@ references to them. Nothing is gathered between ranks. Buckets are filled by the
 every rank the same bucket has the same parameters, and an engine can load bucket by bucket (`load.py`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
 from pipeline.models.lora import published
+from pipeline.models.mesh import Mesh
 from pipeline.models.state import is_weight, tensors
 from pipeline.stats import Stat, Stats
 from pipeline.upstream.torch import StridedShard, compute_local_shape_and_global_offset
@@ -23,8 +28,33 @@ from pipeline.weights.checksum import crc
 from pipeline.weights.direct import ALIGNED, PublishedMemory
 from pipeline.weights.load import Piece, Shard
 
-Named = Iterable[tuple[str, torch.Tensor]]
-"""(name, tensor) for parameters and buffers."""
+NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor."""
+
+    name: str
+    """Published name."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: torch.dtype
+    """Type in which the tensor is sent."""
+    block: torch.Tensor = NOTHING
+    """A block of neighbouring rows or columns; without entries if this rank publishes nothing of the tensor."""
+    start: tuple[int, ...] = ()
+    """Index of the block's first entry in the whole tensor."""
+
+    @property
+    def whole_bytes(self) -> int:
+        """Number of bytes of the whole tensor, over all ranks."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the block."""
+        return self.block.numel() * self.dtype.itemsize
 
 
 def travels_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -35,29 +65,44 @@ def travels_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if is_weight(tensor) else tensor.dtype
 
 
-def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: bool = False) -> Named:
-    """Yield the weights of a model that are published to engines (`lora.published`), unsharded or not.
+def parts(
+    model: nn.Module,
+    rank: int,
+    dtype: torch.dtype,
+    rename: Callable[[str], str] = str,
+    adapter_alone: bool = False,
+    first: int = 0,
+) -> Iterator[Part]:
+    """Yield this rank's parts of the tensors that are published to engines (`lora.published`), without a collective
+    unless the model has adapters.
 
     Args:
-        model: the model.
+        model: sharded or not; the same tensors on every rank, or on every rank of a stage.
+        rank: rank of this process.
+        dtype: the engine's dtype.
         rename: turns a name in `model` into the published name.
         adapter_alone: whether to yield only the tensors of the adapter; else these are merged into the base.
+        first: first rank that has the model; above 0 for later stages of a pipeline.
     """
-    return ((rename(name), parameter) for name, parameter in published(model, adapter_alone))
+    return (_part(rename(name), tensor, rank, dtype, first) for name, tensor in published(model, adapter_alone))
 
 
-def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _part(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype, first: int) -> Part:
+    return Part(name, tuple(tensor.shape), travels_as(tensor, dtype), *local_part(tensor, rank, first))
+
+
+def local_part(parameter: torch.Tensor, rank: int, first: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the block of a parameter that this rank publishes, and the index of the block's first entry per dimension.
 
     If several ranks have the same block (replicas, tensor-parallel ranks with the same norm), only the first of them
-    publishes it; the others return an empty tensor. An unsharded parameter is published by rank 0.
+    publishes it; the others return an empty tensor. An unsharded parameter is published by the rank `first`.
 
     Raises:
         ValueError: this rank's entries are not a block of neighbouring rows or columns, or they must be summed over
             ranks.
     """
     if not isinstance(parameter, DTensor):
-        return parameter if rank == 0 else parameter.new_empty(0), (0,) * parameter.ndim
+        return parameter if rank == first else parameter.new_empty(0), (0,) * parameter.ndim
     mesh, placements, local = parameter.device_mesh, parameter.placements, parameter.to_local()
     # FSDP under tensor parallelism cuts what the later dimension of the mesh has cut: those parts are blocks.
     later: Counter[int] = Counter()
@@ -86,36 +131,33 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
         c for c, placement in zip(mesh.get_coordinate() or (), placements, strict=True) if placement.is_replicate()
     ]
     # The first rank is in the first of the meshes that hold the same parameter.
-    owns = not any(replicated) and bool((mesh.mesh == 0).any())
+    owns = not any(replicated) and bool((mesh.mesh == first).any())
     return local if owns else local.new_empty(0), start
 
 
-def buckets(weights: Named, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(weights: Iterable[Part], limit: int) -> Iterator[list[Part]]:
     """Divide tensors, in order, into groups of at most `limit` bytes. A tensor with more bytes is a group by itself.
 
     Args:
-        weights: the tensors, sharded or not; their unsharded sizes count, in the dtype in which they are sent.
-        dtype: the engine's dtype.
+        weights: parts of the tensors; the sizes of the whole tensors count.
         limit: most bytes of a group, over all ranks.
     """
-    group: list[tuple[str, torch.Tensor]] = []
+    group: list[Part] = []
     size = 0
-    for name, parameter in weights:
-        nbytes = parameter.numel() * travels_as(parameter, dtype).itemsize
-        if group and size + nbytes > limit:
+    for part in weights:
+        if group and size + part.whole_bytes > limit:
             yield group
             group, size = [], 0
-        group.append((name, parameter))
-        size += nbytes
+        group.append(part)
+        size += part.whole_bytes
     if group:
         yield group
 
 
 @torch.no_grad()
 def pack(
-    weights: Named,
+    weights: Iterable[Part],
     rank: int,
-    dtype: torch.dtype,
     limit: int,
     put: Callable[[Any], Any],
     memory: "PublishedMemory | Staging | None" = None,
@@ -126,9 +168,8 @@ def pack(
     While a bucket is filled, another thread computes the checksum of the previous bucket and stores it.
 
     Args:
-        weights: tensors, sharded or not, under the published names, the same on every rank.
+        weights: this rank's parts of all tensors, in the same order on every rank.
         rank: rank of this process.
-        dtype: the engine's dtype, in which parameters are sent.
         limit: most bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a bucket, a uint8 numpy array, and returns a reference to it; for example `ray.put`. With
             `PublishedMemory` it gets the bucket as a tensor.
@@ -144,47 +185,40 @@ def pack(
 
     # An error in between waits for what is being stored.
     with ThreadPoolExecutor(1, "publish") as pool:
-        for number, group in enumerate(buckets(weights, dtype, limit)):
+        for number, group in enumerate(buckets(weights, limit)):
             if number > 1:
                 # The memory of the bucket before last is written again.
                 stored[number - 2].result()
-            parts = [(*local_part(tensor, rank), travels_as(tensor, dtype)) for _, tensor in group]
-            offsets, size = _places(parts)
+            offsets, size = _places(group)
             buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
-            for (name, whole), (part, start, kind), offset in zip(group, parts, offsets, strict=True):
-                nbytes = part.numel() * kind.itemsize
-                buffer[offset : offset + nbytes].view(kind).view(part.shape).copy_(part)
-                if nbytes:
-                    place = (tuple(whole.shape), start, tuple(part.shape), number, offset, nbytes)
-                    pieces.append(Piece(name, *place, str(kind).removeprefix("torch.")))
+            for part, offset in zip(group, offsets, strict=True):
+                block = part.block
+                buffer[offset : offset + part.nbytes].view(part.dtype).view(block.shape).copy_(block)
+                if part.nbytes:
+                    place = (part.shape, part.start, tuple(block.shape), number, offset, part.nbytes)
+                    pieces.append(Piece(part.name, *place, str(part.dtype).removeprefix("torch.")))
             stored.append(pool.submit(store, buffer if isinstance(memory, PublishedMemory) else buffer.numpy()))
     found = [future.result() for future in stored]
     refs, checksums = [ref for _, ref in found], [checksum for checksum, _ in found]
     return Shard(rank, pieces, refs, checksums, adapter=adapter)
 
 
-def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) -> tuple[list[int], int]:
+def _places(group: Sequence[Part]) -> tuple[list[int], int]:
     """Return the byte offset of each of a rank's parts in a bucket, and the number of bytes of the bucket.
 
     Parts with large entries come first (8 bytes, then 4, ...), so that every part is aligned.
     """
-    offsets, size = [0] * len(parts), 0
-    for index in sorted(range(len(parts)), key=lambda index: -parts[index][2].itemsize):
-        part, _, kind = parts[index]
+    offsets, size = [0] * len(group), 0
+    for index in sorted(range(len(group)), key=lambda index: -group[index].dtype.itemsize):
         offsets[index] = size
-        size += part.numel() * kind.itemsize
+        size += group[index].nbytes
     return offsets, size
 
 
-def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adapter_alone: bool = False) -> int:
+def held_bytes(weights: Iterable[Part], limit: int) -> int:
     """Return the number of bytes of all buckets that `pack` fills on this rank, each rounded up to a multiple of
-    `ALIGNED`. Arguments are as in `pack` and `named`."""
-    held = ((name, tensor) for name, tensor in tensors(model) if (".lora_" in name) == adapter_alone)
-    total = 0
-    for group in buckets(held, dtype, limit):
-        _, size = _places([(*local_part(tensor, rank), travels_as(tensor, dtype)) for _, tensor in group])
-        total += -(-size // ALIGNED) * ALIGNED
-    return total
+    `ALIGNED`. Arguments are as in `pack`."""
+    return sum(-(-_places(group)[1] // ALIGNED) * ALIGNED for group in buckets(weights, limit))
 
 
 class Staging:
@@ -208,10 +242,12 @@ class WeightPublisher:
     """Publisher of one rank's part of one model's weights, version after version.
 
     Args:
-        rank, dtype, limit, adapter: as in `pack`.
+        rank, limit, adapter: as in `pack`.
+        dtype: the engine's dtype, in which parameters are sent.
         put: stores a copy of a bucket, a uint8 numpy array, and returns a reference to it; for example `ray.put`.
         rename: turns the name of a parameter into the published name.
         memory: stores the buckets for reads by NIXL, in place of `put`.
+        mesh: the ranks of the model, if it may be a stage of a pipeline.
     """
 
     def __init__(
@@ -223,8 +259,12 @@ class WeightPublisher:
         rename: Callable[[str], str] = str,
         memory: PublishedMemory | None = None,
         adapter: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self._args, self._adapter = (rank, dtype, limit), adapter
+        self._rank, self._dtype, self._limit, self._adapter = rank, dtype, limit, adapter
+        self._mesh = mesh
+        self._stages: list[list[Part]] | None = None
+        """Parts without blocks of each stage's tensors, once they are known."""
         self._put: Callable[[Any], Any] = memory.put if memory else put
         self._rename, self._memory = rename, memory or Staging()
         self.bytes = 0
@@ -242,7 +282,27 @@ class WeightPublisher:
             self.bytes += len(buffer)
             return self._put(buffer)
 
+        alone, first = self._adapter is not None, self._mesh.first_rank if self._mesh else 0
         if isinstance(self._memory, PublishedMemory):
-            self._memory.begin(version, held_bytes(model, *self._args, self._adapter is not None))
-        weights = named(model, self._rename, self._adapter is not None)
-        return pack(weights, *self._args, put, self._memory, self._adapter)
+            # Merged weights have the sizes of the base's, and need not be computed here.
+            held = (
+                _part(name, tensor, self._rank, self._dtype, first)
+                for name, tensor in tensors(model)
+                if (".lora_" in name) == alone
+            )
+            self._memory.begin(version, held_bytes(self._in_all_stages(held), self._limit))
+        weights = parts(model, self._rank, self._dtype, self._rename, alone, first)
+        return pack(self._in_all_stages(weights), self._rank, self._limit, put, self._memory, self._adapter)
+
+    def _in_all_stages(self, own: Iterable[Part]) -> Iterable[Part]:
+        """Return the parts of this rank's stage, `own`, with empty parts of all tensors of the other stages around
+        them, so that buckets are the same on every rank. A collective at the first call."""
+        if self._mesh is None or (stage := self._mesh.stage).count == 1:
+            return own
+        held = list(own)
+        if self._stages is None:
+            self._stages = [[]] * stage.count
+            empty = [replace(part, block=NOTHING, start=()) for part in held]
+            dist.all_gather_object(self._stages, empty, group=stage.group)
+        before, after = self._stages[: stage.number], self._stages[stage.number + 1 :]
+        return [*chain(*before), *held, *chain(*after)]

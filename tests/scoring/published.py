@@ -13,14 +13,14 @@ from pipeline.store.cursor import PromptCursor
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.weights.load import Shard
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 
 BUCKET = 20_000
 
 
 def shard_of(module: nn.Module, rename: Callable[[str], str] = str, dtype: torch.dtype = torch.float32) -> Shard:
     """All weights of `module` as rank 0 publishes them, in several buckets that stand in for object refs."""
-    return pack(named(module, rename), 0, dtype, BUCKET, lambda buffer: buffer)
+    return pack(parts(module, 0, dtype, rename), 0, BUCKET, lambda buffer: buffer)
 
 
 class LocalStore(StoreClient):

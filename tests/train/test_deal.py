@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from pipeline.config.learner import ParallelConfig
+from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.train.deal import Dealer, deal, trains, work_of
 from tests.train.updates import (
@@ -97,11 +99,12 @@ def exchanged(rank: int, folder: str) -> None:
         rows = with_values(with_contexts(table()))
         own = pa.concat_tables(in_chunks(rows)[rank::world])
         for unit in (1, N):
-            dealer = Dealer(CPU, segments=2, unit=unit, hidden_size=4, skips=False, idle=0.0)
+            dealer = Dealer(CPU, segments=2, unit=unit, hidden_size=4, skips=False, idle=0.0, mesh=make_mesh(CPU))
             got = dealer(own)
             assert got is own if world == 1 else got is not own
             pa.parquet.write_table(got, f"{folder}/{world}-{unit}-{rank}.parquet")
-        pooled = Dealer(CPU, 2, N, hidden_size=4, skips=False, idle=0.0, same_rows=world)(own)
+        mesh = make_mesh(CPU, ParallelConfig(sequence=world))
+        pooled = Dealer(CPU, 2, N, hidden_size=4, skips=False, idle=0.0, mesh=mesh)(own)
         pa.parquet.write_table(pooled, f"{folder}/{world}-pooled-{rank}.parquet")
 
 
@@ -153,7 +156,7 @@ def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared
         shares_prompts=shares,
         loss=SimpleNamespace(of_pairs=of_pairs),
         module=SimpleNamespace(decoder=SimpleNamespace(config=config)),
-        mesh=SimpleNamespace(same_rows=2),
+        mesh="mesh",
         needs_old_log_probs=True,
         in_one_pass=in_one_pass,
         own_reference=False,
@@ -161,5 +164,5 @@ def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared
     )
     critic: Any = SimpleNamespace(shape=SimpleNamespace(mini_batches=4, epochs=1))
     dealer = Dealer.of(actor, critic, samples=4, parts=2)
-    assert (dealer.unit, dealer.segments, dealer.same_rows) == (unit, 6, 2)
+    assert (dealer.unit, dealer.segments, dealer.mesh) == (unit, 6, "mesh")
     assert dealer.idle == pytest.approx(4 / (6 if in_one_pass else 7))

@@ -29,7 +29,7 @@ from pipeline.train.learner import Learner
 from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic
 from pipeline.weights.load import parameters
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import WeightPublisher
 from tests.losses import batches
 from tests.train.updates import (
     CPU,
@@ -60,12 +60,21 @@ MESHES = {
     "sequence 4, more than key heads": (4, ParallelConfig(sequence=4)),
     "sequence 2 x tensor 2": (4, ParallelConfig(sequence=2, tensor=2)),
     "copies 2 x sequence 2": (4, ParallelConfig(sequence=2, replicate=2)),
+    "stages 2": (2, ParallelConfig(pipeline=2)),
+    "stages 2 x data 2": (4, ParallelConfig(pipeline=2)),
+    "stages 2 x copies 2": (4, ParallelConfig(pipeline=2, replicate=2)),
+    "stages 2 x tensor 2": (4, ParallelConfig(pipeline=2, tensor=2)),
+    "stages 2 x sequence 2": (4, ParallelConfig(pipeline=2, sequence=2)),
+    "stages 2 x expert 2": (4, ParallelConfig(pipeline=2, tensor=2, expert=2)),
+    "stages 3": (3, ParallelConfig(pipeline=3)),
+    "stages 4": (4, ParallelConfig(pipeline=4)),
 }
 """Ranks, and `actor.parallel`."""
 DENSE = (
     *("one", "tensor 2 x data 2", "copies 2 x shards 2", "copies 2 x tensor 2"),
     *("sequence 2 x data 2", "sequence 4, more than key heads", "sequence 2 x tensor 2"),
 )
+STAGED = ("one", "data 2", "stages 2 x data 2", "stages 4", "stages 2 x tensor 2", "stages 2 x sequence 2")
 PARTS = ("one", "tensor 2", "data 2", "sequence 2", "copies 2 x sequence 2")
 """Meshes of which every dimension is in one of `DENSE` too."""
 BUILD = {"actor": build_actor, "critic": build_critic}
@@ -80,13 +89,13 @@ CLIP = 0.3
 DEADLINE = timedelta(seconds=120)
 
 
-def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2) -> None:
+def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2, layers: int = 2) -> None:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": key_heads,
         "head_dim": 8,
@@ -106,7 +115,7 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads
 
 def settings(folder: str, parallel: ParallelConfig) -> Config:
     # Small budgets give several micro-batches on every mesh.
-    tokens = max(LONGEST, 40 * parallel.tensor * parallel.sequence // dist.get_world_size())
+    tokens = max(LONGEST, 40 * parallel.ranks_with_same_rows // dist.get_world_size())
     config = make_config(folder, ppo_max_token_len_per_gpu=tokens // parallel.sequence, entropy_coeff=0.01)
     config.actor.parallel = parallel
     config.actor.grad_clip = config.critic.grad_clip = CLIP
@@ -125,15 +134,14 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     own = pa.concat_tables(in_chunks(rows)[dist.get_rank() :: dist.get_world_size()])
     calls = []
     learner.module.register_forward_hook(lambda *_: calls.append(1))
-    same_rows = learner.mesh.same_rows
     unit = N if learner.shares_prompts else 1
-    dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
+    dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, mesh=learner.mesh)
     with patch.object(policy, "token_log_probs", wraps=policy.token_log_probs) as head:
         stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
     vocabulary = VOCABULARY // (learner.mesh.tensor.size() if learner.mesh.tensor else 1)
     assert all(len(call.args[1]) == vocabulary for call in head.call_args_list), "each rank has its part of the logits"
-    assert bool(head.call_args_list) == (learner.name == "actor")
+    assert bool(head.call_args_list) == (learner.name == "actor" and learner.mesh.stage.last)
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
 
 
@@ -218,9 +226,8 @@ def write_checkpoint(learners: list[Learner], folder: str) -> None:
 def publishes(learner: Learner) -> None:
     """Engines join the whole weights from what each rank publishes, and nothing comes twice."""
     state = full_state_dict(learner.module)
-    shards = ranks.all_gather(
-        pack(named(learner.module), dist.get_rank(), torch.float32, 20_000, lambda data: data.copy())
-    )
+    publisher = WeightPublisher(dist.get_rank(), torch.float32, 20_000, lambda data: data.copy(), mesh=learner.mesh)
+    shards = ranks.all_gather(publisher.pack(learner.module, 1))
     if dist.get_rank() == 0:
         joined = {name: tensor.clone() for name, tensor in parameters(shards, lambda refs: refs)}
         assert joined.keys() == state.keys()
@@ -232,6 +239,7 @@ def publishes(learner: Learner) -> None:
 @pytest.mark.parametrize(
     ("kinds", "model", "names"),
     [
+        pytest.param("actor", {"layers": 4, "tie": True}, STAGED, id="stages"),
         pytest.param("actor", {}, DENSE, id="actor"),
         pytest.param("critic", {}, ("one", "tensor 2 x data 2", "sequence 2 x data 2"), id="critic"),
         pytest.param("actor critic", {"tie": True, "experts": True}, ("one", "expert 2 x data 2"), id="tied experts"),

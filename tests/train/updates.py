@@ -205,7 +205,7 @@ def save_update(learner: Learner, rows: pa.Table, path: str, streamed: bool = Fa
     parts = chunks if streamed else [pa.concat_tables(chunks)]
     unit = N if learner.shares_prompts else 1
     segments = max(1, learner.shape.mini_batches // len(parts))
-    dealer = Dealer(CPU, segments, unit, hidden_size=64, skips=True, idle=0.25)
+    dealer = Dealer(CPU, segments, unit, hidden_size=64, skips=True, idle=0.25, mesh=learner.mesh)
     metrics = reduce(ranks.all_gather(update(learner, *map(dealer, parts))))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:

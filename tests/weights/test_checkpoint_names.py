@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.load import parameters
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -41,7 +41,7 @@ def test_an_engine_gets_what_transformers_saves(kind: str, tmp_path: Path) -> No
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **KINDS[kind]))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    shards = [pack(named(model), 0, torch.float32, 4000, lambda buffer: buffer)]
+    shards = [pack(parts(model, 0, torch.float32), 0, 4000, lambda buffer: buffer)]
     published = [name for name, _ in parameters(shards, lambda refs: refs)]
     assert any(name.endswith("experts.gate_up_proj") for name in published), "replicas get these"
     lm = skeleton(str(tmp_path), trust_remote_code=False)

@@ -13,7 +13,7 @@ from pipeline.errors import FinalError
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.confirm import Confirmation, Watch, check
 from pipeline.weights.load import parameters
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -69,8 +69,8 @@ def whole(name: str, tensor: Tensor) -> Tensor | None:
 def sent(folder: Path, without: str = "") -> Iterator[tuple[str, Tensor]]:
     """What arrives of the trainer's model."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    weights = ((name, tensor) for name, tensor in named(lm) if name != without)
-    yield from parameters([pack(weights, 0, torch.bfloat16, 4000, lambda buffer: buffer)], lambda refs: refs)
+    weights = (part for part in parts(lm, 0, torch.bfloat16) if part.name != without)
+    yield from parameters([pack(weights, 0, 4000, lambda buffer: buffer)], lambda refs: refs)
 
 
 def confirmed(

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.weights.load import Shard, parameters
-from pipeline.weights.publish import local_part, named, pack
+from pipeline.weights.publish import local_part, pack, parts
 from tests.train.updates import spawn
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def work(rank: int, folder: str) -> None:
         assert isinstance(placements["up.weight"][0], _StridedShard) and placements["down.weight"][1] == Sharded(1)
         assert len(placements["norm.weight"]) == 1, "tensor-parallel ranks hold the same norm, and do not know it"
     for name, model in models.items():
-        shard = pack(named(model), rank, torch.float32, LIMIT, lambda buffer: buffer.tobytes())
+        shard = pack(parts(model, rank, torch.float32), rank, LIMIT, lambda buffer: buffer.tobytes())
         Path(folder, f"{name}-{rank}").write_bytes(pickle.dumps(shard))
     packed = distribute_tensor(torch.randn(8, 6), mesh["tensor"], [_StridedShard(0, split_factor=2)])
     with pytest.raises(ValueError, match=r"not a block of neighbouring rows.*actor\.parallel\.tensor=1"):

@@ -23,7 +23,7 @@ from pipeline.stats import reduce
 from pipeline.train.setup import build_publishers
 from pipeline.weights.checksum import crc
 from pipeline.weights.load import Piece, Shard, checksum, parameters
-from pipeline.weights.publish import WeightPublisher, named, pack
+from pipeline.weights.publish import WeightPublisher, pack, parts
 from tests.train.updates import spawn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 def publish(model: nn.Module, rank: int, dtype: str, limit: int = LIMIT) -> Shard:
     """What a rank publishes, its buffers in place of object refs."""
-    return pack(named(model, "model.{}".format), rank, DTYPES[dtype], limit, lambda buffer: buffer.tobytes())
+    return pack(parts(model, rank, DTYPES[dtype], "model.{}".format), rank, limit, lambda buffer: buffer.tobytes())
 
 
 def work(rank: int, folder: str) -> None:
@@ -248,7 +248,7 @@ def test_a_bucket_that_cannot_be_stored_is_an_error() -> None:
         raise MemoryError("the object store is full")
 
     with pytest.raises(MemoryError, match="object store is full"):
-        pack(named(Model()), 0, torch.float32, LIMIT, full)
+        pack(parts(Model(), 0, torch.float32), 0, LIMIT, full)
 
 
 def test_the_policy_is_published_under_the_names_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

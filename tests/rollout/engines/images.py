@@ -70,7 +70,7 @@ class Side:
         """Move each trained weight, and load the result into the engine as the next version."""
         import torch
 
-        from pipeline.weights.publish import named, pack
+        from pipeline.weights.publish import pack, parts
 
         self.version += 1
         generator = torch.Generator().manual_seed(self.version)
@@ -78,8 +78,8 @@ class Side:
             for parameter in self.policy.parameters():
                 if parameter.requires_grad:
                     parameter += move * torch.randn(parameter.shape, generator=generator)
-        weights = named(self.policy, self.policy.hf_name)
-        shards = [pack(weights, 0, torch.float32, 60_000, lambda data: data)]
+        weights = parts(self.policy, 0, torch.float32, self.policy.hf_name)
+        shards = [pack(weights, 0, 60_000, lambda data: data)]
         (load or self.engine.load)(shards, 60, self.version, *arguments)
 
     def request(self, prompt: Prompt, seed: int) -> Any:

@@ -106,11 +106,11 @@ class Place:
         """The policy's weights as the next version: two ranks' shards, a handful of buckets, no Ray."""
         import torch
 
-        from pipeline.weights.publish import named, pack
+        from pipeline.weights.publish import pack, parts
 
         version = len(self.versions.shards)
         self.versions.shards[version] = [
-            pack(named(self.policy, self.policy.hf_name), rank, torch.float32, 60_000, lambda data: data)
+            pack(parts(self.policy, rank, torch.float32, self.policy.hf_name), rank, 60_000, lambda data: data)
             for rank in (0, 1)
         ]
         self.weights[version] = {name: tensor.clone() for name, tensor in self.policy.state_dict().items()}

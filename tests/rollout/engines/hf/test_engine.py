@@ -14,7 +14,7 @@ from pipeline.models.packing import pack as lay_out
 from pipeline.rollout.engines import build
 from pipeline.rollout.engines.hf.engine import HuggingFace
 from pipeline.sampling import Sampling
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 
 SAMPLED = Sampling(1.0, 1.0, -1, 0, 20, ())
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11] * 7]
@@ -136,7 +136,7 @@ def test_without_a_cache_rows_are_the_same_and_their_gap_is_0(tiny_model: Path, 
 
 def test_a_row_of_two_versions_keeps_the_log_probs_of_each(tiny_model: Path) -> None:
     own = engine(tiny_model, engine_kwargs={"use_cache": False})
-    shards = [pack(named(own.policy.lm), 0, torch.float32, 1 << 20, lambda data: data)]
+    shards = [pack(parts(own.policy.lm, 0, torch.float32), 0, 1 << 20, lambda data: data)]
     own.load(shards, 1.0, 3)
     run(own, [EngineRequest(PROMPTS[0], SAMPLED, 1, ignore_eos=True)], steps=5)
     before = list(own._running[0].log_probs)

@@ -1,6 +1,7 @@
 """The experts that the engine hf writes: those of its own passes, which the trainer replays without a difference."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from pipeline.models.policy import Policy, load_policy
 from pipeline.models.sharing import Passes
 from pipeline.rows import UNROUTED
 from pipeline.sampling import Sampling
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import pack, parts
 from tests.rollout.engines.hf.test_engine import engine, run
 
 LAYERS, CHOSEN = 3, 2
@@ -122,8 +123,9 @@ def test_an_update_in_flight_keeps_one_entry_for_each_token(mixture: Path, recom
     done = run(own, asked, steps=5)
     assert not done
     with torch.no_grad():
-        changed = {name: tensor * 1.02 for name, tensor in named(own.policy, Policy.hf_name)}
-    shard = pack(iter(changed.items()), 0, torch.float32, 1 << 20, lambda data: data)
+        weights = parts(own.policy, 0, torch.float32, Policy.hf_name)
+        changed = [replace(part, block=part.block * 1.02) for part in weights]
+    shard = pack(changed, 0, 1 << 20, lambda data: data)
     own.update([shard], 1.0, 7, recompute)
     while len(done) < len(asked):
         done |= {output.request_id: output for output in own.step()}

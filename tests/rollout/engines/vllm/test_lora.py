@@ -28,7 +28,7 @@ class Adapted(Place):
         import torch
 
         from pipeline.models import adapter
-        from pipeline.weights.publish import named, pack
+        from pipeline.weights.publish import pack, parts
 
         lora, version = self.config.model.lora, len(self.versions.shards)
         names = [adapter.peft_name(name) for name, _ in self.policy.named_parameters() if ".lora_" in name]
@@ -36,9 +36,8 @@ class Adapted(Place):
         rename = self.policy.hf_name
         self.versions.shards[version] = [
             pack(
-                named(self.policy, rename, settings is not None),
+                parts(self.policy, rank, torch.float32, rename, settings is not None),
                 rank,
-                torch.float32,
                 60_000,
                 lambda data: data,
                 adapter=settings,
@@ -89,15 +88,16 @@ def misplaced() -> str:
     """What an engine says to the adapter of a layer that its model does not have."""
     import torch
 
-    from pipeline.weights.publish import named, pack
+    from pipeline.weights.publish import Part, pack, parts
 
     place = places.place
     version = place.step()
     layer = "model.layers.7.self_attn.q_proj.lora_"
-    more = [(f"{layer}A.default.weight", torch.ones(6, 64)), (f"{layer}B.default.weight", torch.ones(64, 6))]
-    weights = [*named(place.policy, place.policy.hf_name, adapter_alone=True), *more]
+    shapes = {f"{layer}A.default.weight": (6, 64), f"{layer}B.default.weight": (64, 6)}
+    more = [Part(name, shape, torch.float32, torch.ones(shape), (0, 0)) for name, shape in shapes.items()]
+    weights = [*parts(place.policy, 0, torch.float32, place.policy.hf_name, adapter_alone=True), *more]
     settings = place.versions.shards[version][0].adapter
-    place.versions.shards[version] = [pack(weights, 0, torch.float32, 60_000, lambda data: data, adapter=settings)]
+    place.versions.shards[version] = [pack(weights, 0, 60_000, lambda data: data, adapter=settings)]
     try:
         place.loop.run_until_complete(asyncio.wait_for(place.rollout(place.chunk(version)), 60))
     except Exception as error:  # noqa: BLE001 (its text is what the test is about)
