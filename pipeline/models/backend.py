@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class MicroBatches(Sequence[MicroBatch]):
+class MicroBatches(Sequence[Any]):
     """The micro-batches of some rows; each is built when it passes."""
 
-    packs: list[list[list[int]]]
+    packs: Sequence[list[list[int]]]
     """The packs of each micro-batch, lists of context numbers."""
-    build: Callable[[list[list[int]]], MicroBatch]
+    build: Callable[[list[list[int]]], Any]
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -68,9 +68,7 @@ class FsdpBackend:
             results.append(result)
         return results
 
-    def predict(
-        self, batches: Sequence[MicroBatch], forward: Callable[..., Any]
-    ) -> Iterator[tuple[MicroBatch, Any]]:
+    def predict(self, batches: Sequence[MicroBatch], forward: Callable[..., Any]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield each micro-batch with the model's output; a collective. Arguments are as in `run`."""
         for batch in batches:
             yield batch, forward(batch)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from pipeline.generation import PromptImages
 from pipeline.greeting import Greeting, GreetingPlan, Way
+from pipeline.models.backend import FsdpBackend, MicroBatches
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import pack
@@ -118,6 +119,7 @@ class Compared:
         device: this rank's device.
         budget: most tokens of a pass, unless a single row has more.
         sequence: ranks among which the positions of packed rows are divided; None without sequence parallelism.
+        backend: passes of the policy; None if it is not cut into stages.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class Compared:
         device: torch.device,
         budget: int,
         sequence: dist.ProcessGroup | None = None,
+        backend: FsdpBackend | None = None,
     ):
+        self.backend = backend or FsdpBackend(policy, None)
         self.policy, self.device, self.budget, self.sequence = policy, device, budget, sequence
         self.rows = token_batch(rows)
         self.engine = np.concatenate(rows.log_probs).astype(np.float64)
@@ -161,16 +165,15 @@ class Compared:
         before, self.config._attn_implementation = self.config._attn_implementation, way.attention
         try:
             with torch.no_grad():
-                for packs in passes:
-                    batch = pack(
-                        self.rows,
-                        packs,
-                        packed=way.packed,
-                        sequence=self.sequence,
-                        place_images=place,
-                    ).to(self.device)
-                    values = self.policy(**batch.arguments).log_probs
-                    found[batch.token_index] = values.double().cpu().numpy()
+                batches = MicroBatches(
+                    passes,
+                    lambda packs: pack(
+                        self.rows, packs, packed=way.packed, sequence=self.sequence, place_images=place
+                    ).to(self.device),
+                )
+                forward = lambda batch, hidden=None: self.policy(**batch.arguments, hidden=hidden)  # noqa: E731
+                for batch, output in self.backend.predict(batches, forward):
+                    found[batch.token_index] = output.log_probs.double().cpu().numpy()
         finally:
             self.config._attn_implementation = before
         return found

@@ -5,11 +5,12 @@
     place = (group * sequence + place in the sequence) * tensor + place in the tensor group
 
 Each stage of a pipeline has some of the layers (`stages.py`), and neighbouring ranks. All that follows is within a
-stage. `sequence * tensor` neighbouring ranks process the same rows, as do the ranks with their places in other stages. Each rank of a tensor group computes a part of every layer
-(heads, columns of matrices, experts, vocabulary) by the plan of the model's class in `transformers`. Each rank of a
-sequence group computes a part of the positions (`sequence_parallel.py`). FSDP divides the weights over the `shards`
-ranks of a replica, and each of the `parallel.replicate` replicas has a whole copy. The ranks of a sequence group are in
-one replica and hold different shards.
+stage. `sequence * tensor` neighbouring ranks process the same rows, as do the ranks with their places in other stages.
+Each rank of a tensor group computes a part of every layer (heads, columns of matrices, experts, vocabulary) by the plan
+of the model's class in `transformers`. Each rank of a sequence group computes a part of the positions
+(`sequence_parallel.py`). FSDP divides the weights over the `shards` ranks of a replica, and each of the
+`parallel.replicate` replicas has a whole copy. The ranks of a sequence group are in one replica and hold different
+shards.
 """
 
 import math

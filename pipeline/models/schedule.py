@@ -1,4 +1,4 @@
-"""Passes of micro-batches through the stages of a pipeline: one forward, one backward (Narayanan et al. 2019, PipeDream).
+"""Passes of micro-batches through the stages of a pipeline: one forward, one backward (Narayanan et al. 2019).
 
     stage 0   F0 F1 F2 B0 F3 B1 ...          Stage s of S runs S - s - 1 forward passes ahead, and keeps the
     stage 1      F0 F1 B0 F2 B1 ...          activations of at most S - s micro-batches.
@@ -182,7 +182,9 @@ class StagedBackend(FsdpBackend):
             like = torch.empty(like, dtype=self._types[step], device=self._device)
         received = self._send_and_receive(neighbour, sent, like)
         self.sent += 0 if sent is None else sent.nbytes
-        return received.requires_grad_() if received is not None and step == BACK and torch.is_grad_enabled() else received
+        return (
+            received.requires_grad_() if received is not None and step == BACK and torch.is_grad_enabled() else received
+        )
 
     def _send_and_receive(self, stage: int, sent: Tensor | None, like: Tensor | None) -> Tensor | None:
         received = None if like is None else torch.empty_like(like, memory_format=torch.contiguous_format).detach()

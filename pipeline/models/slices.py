@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from pipeline.models.mesh import Mesh
-from pipeline.models.stages import cut
+from pipeline.models.stages import cut, why_whole
 from pipeline.models.tensor_parallel import divide
 from pipeline.upstream import version_of
 from pipeline.upstream.torch import StridedShard
@@ -40,11 +40,13 @@ def place(lm: Any, mesh: Mesh) -> None:
         mesh: the ranks that divide the weights.
 
     Raises ValueError if `transformers` has no plan for the tensor or expert parallelism of `mesh` for the class, or the
-    model has fewer layers than stages.
+    model cannot be cut into stages.
     """
     if mesh.tensor:
         divide(lm, mesh)
     if mesh.stage.count > 1:
+        if reason := why_whole(lm.config, type(lm)._from_config):
+            raise ValueError(f"{type(lm).__name__} cannot be cut into stages (actor.parallel.pipeline): {reason}")
         cut(lm, mesh.stage)
     head = lm.get_output_embeddings() if lm.can_generate() else None
     sliced = {id(parameter) for parameter in lm.base_model.parameters() if parameter.ndim > 1}

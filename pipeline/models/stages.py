@@ -10,14 +10,13 @@ the same steps, with the sum of their gradients (`schedule.py`), and only the fi
 """
 
 import re
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import short_reason
+from pipeline.models.layers import deal_layers
 from pipeline.models.mesh import Stage
 
 
@@ -33,38 +32,6 @@ class _Doubled(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return 2 * hidden_states + 1
-
-
-def deal_layers(costs: Sequence[int], first: int, last: int, stages: int) -> list[int]:
-    """Divide layers among stages so that the largest stage is as small as possible, and the others about equal.
-
-    Args:
-        costs: number of parameters of each layer.
-        first, last: further parameters of the first and the last stage (embedding, head).
-        stages: number of stages.
-
-    Returns:
-        [stages + 1] bounds: stage s has the layers from bounds[s] to bounds[s + 1] - 1. At least one each.
-
-    Raises ValueError for fewer layers than stages.
-    """
-    if len(costs) < stages:
-        raise ValueError(f"a model of {len(costs)} layers has fewer than {stages} stages need")
-    totals = [0, *accumulate(costs)]
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
-    """End of the layers dealt so far, to (largest stage, sum of squares, bounds) of the best way."""
-    for stage in range(stages):
-        more, left = first * (stage == 0) + last * (stage == stages - 1), stages - 1 - stage
-        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for end in range(stage + 1 if left else len(costs), len(costs) - left + 1):
-            tried = []
-            for begin, (largest, squares, bounds) in best.items():
-                if begin < end:
-                    size = totals[end] - totals[begin] + more
-                    tried.append((max(largest, size), squares + size**2, (*bounds, end)))
-            found[end] = min(tried)
-        best = found
-    return list(best[len(costs)][2])
 
 
 def cut(lm: Any, stage: Stage) -> None:
@@ -101,7 +68,10 @@ def cut(lm: Any, stage: Stage) -> None:
         # The loader of transformers would look for the other one.
         lm.all_tied_weights_keys = {}
     # Nor does it report what other stages read.
-    lm._keys_to_ignore_on_load_unexpected = {*(lm._keys_to_ignore_on_load_unexpected or ()), *(f"^{re.escape(name)}$" for name in before - {*lm.state_dict()})}
+    lm._keys_to_ignore_on_load_unexpected = {
+        *(lm._keys_to_ignore_on_load_unexpected or ()),
+        *(f"^{re.escape(name)}$" for name in before - {*lm.state_dict()}),
+    }
 
 
 def _after(decoder: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Estimate the memory of a run from the headers of the models' files, before anything is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -26,6 +26,7 @@ from pipeline.derived import (
 )
 from pipeline.models import adapter
 from pipeline.plan.models import ModelFiles, read_model
+from pipeline.plan.pipelining import stage_sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -81,6 +82,9 @@ class Memory:
     """Bytes of the weights of one policy version that are sent to the engines."""
     train_kept: int = 0
     """Bytes of the activations of a pass that are in host memory, with `model.activation_offload`."""
+    stages: tuple[int, ...] = ()
+    """Peak bytes of a train worker of each stage of a pipeline; () without one. The other numbers are of the stage with
+    the largest peak."""
 
     @property
     def train_peak(self) -> int:
@@ -155,20 +159,32 @@ def read_models(config: Config) -> Models | None:
 
 
 def estimate(config: Config, models: Models) -> Memory:
-    """Estimate the memory of a run with the models `models`."""
+    """Estimate the memory of a run with the models `models`.
+
+    Raises ValueError for fewer layers than stages.
+    """
+    found = [_estimate(config, models, stage) for stage in range(config.actor.parallel.pipeline)]
+    peaks = tuple(memory.train_peak for memory in found)
+    return replace(found[peaks.index(max(peaks))], stages=peaks if len(peaks) > 1 else ())
+
+
+def _estimate(config: Config, models: Models, stage: int) -> Memory:
+    """Estimate the memory of a run, with train workers of one stage of the pipeline."""
     model, critic, reference, reward_model = models.policy, models.critic, models.reference, models.reward
     # Number of workers that share one copy of the weights.
     rollout, parallel = config.rollout, config.actor.parallel
-    workers = max(1, config.trainer.num_workers // parallel.replicate)
+    workers = max(1, config.trainer.num_workers // (parallel.replicate * parallel.pipeline))
+    size = stage_sizes(config, model)[stage]
+    trained = size.model
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
     tokens = config.data.longest_row
-    shard = model.parameters * element // workers
+    shard = trained.parameters * element // workers
     lora = config.model.lora
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
     critic_weights = 0 if critic is None else critic.parameters * element // workers
     frozen = config.model.vision == "frozen"
     of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers, frozen)
-    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers, frozen)
+    of_actor = _learner(lora, config.actor.optim, trained, shard, element, workers, frozen)
     train_critic = None if critic is None else sum(of_critic)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
@@ -183,37 +199,43 @@ def estimate(config: Config, models: Models) -> Memory:
         parameters = replicas[name]
         dtype = scoring_model(config.model, scorer, fsdp).dtype
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
-    activations, kept = _activations(config, model)
+    activations, kept = (size.held * part for part in _activations(config, trained))
+
+    def frozen_part(other: ModelFiles | None, dtype: str) -> int | None:
+        if other is None:
+            return None
+        return stage_sizes(config, other)[stage].model.parameters * BYTES[dtype] // workers
+
     train_reference: int | None = 0
     if shards_reference(config):
         gpu = config.trainer.use_gpu
         dtype = scoring_model(config.model, config.scoring.reference, config.actor.fsdp, gpu=gpu).dtype
-        train_reference = None if reference is None else reference.parameters * BYTES[dtype] // workers
+        train_reference = frozen_part(reference, dtype)
     train_teacher: int | None = 0
     if shards_teacher(config):
         dtype = scoring_model(config.model, config.teacher, config.actor.fsdp, gpu=config.trainer.use_gpu).dtype
-        teacher = models.teachers["teacher"]
-        train_teacher = None if teacher is None else teacher.parameters * BYTES[dtype] // workers
+        train_teacher = frozen_part(models.teachers["teacher"], dtype)
     return Memory(
         parameters=model.parameters,
         train_weights=of_actor[0],
         train_gradients=of_actor[1],
         train_optimizer=of_actor[2],
         # Logits, their softmax and the gradient of both, in float32.
-        train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.size("vocab_size") // parallel.tensor,
+        train_logits=(stage == parallel.pipeline - 1)
+        * (3 * 4 * config.actor.logits_chunk_tokens * model.size("vocab_size") // parallel.tensor),
         train_critic=train_critic if uses_critic(config) else 0,
         engine_weights=model.parameters * engine_element // rollout.tensor_parallel_size,
         engine_kv_needed=kv_bytes_per_token(model, config) * tokens * rollout.max_num_seqs,
         rows=_row_bytes(config, model),
         scorer_weights=scorer_weights,
-        train_versions=versions * model.parameters * engine_element // workers,
+        train_versions=versions * trained.parameters * engine_element // workers,
         adapter=adapter.count(lora, model.matrices),
         offload=config.actor.fsdp.offload,
         critic_offload=config.critic.fsdp.offload if uses_critic(config) else "none",
         critic_weights=of_critic[0] if uses_critic(config) else 0,
         critic_optimizer=of_critic[2] if uses_critic(config) else 0,
         version=4 * adapter.count(lora, model.matrices) if lora.alone else model.parameters * engine_element,
-        train_gathered=_gathered(config, model),
+        train_gathered=_gathered(config, trained),
         train_activations=activations - kept,
         train_kept=kept,
         train_reference=train_reference,

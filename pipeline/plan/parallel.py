@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.config.bounds import sentences
 from pipeline.derived import shards_reference, shards_teacher, uses_critic, uses_engines
 from pipeline.errors import short_reason
 from pipeline.models.architecture import why_padded
@@ -22,9 +23,9 @@ def problems(config: Config) -> Iterator[str]:
         return
     if workers % size:
         yield (
-            "actor.parallel.tensor x actor.parallel.sequence x actor.parallel.replicate = "
-            f"{parallel.tensor} x {parallel.sequence} x {parallel.replicate} = {size} must divide "
-            f"trainer.num_workers={workers}; make it a multiple of {size}"
+            "actor.parallel.tensor x actor.parallel.sequence x actor.parallel.pipeline x actor.parallel.replicate = "
+            f"{parallel.tensor} x {parallel.sequence} x {parallel.pipeline} x {parallel.replicate} = {size} must "
+            f"divide trainer.num_workers={workers}; make it a multiple of {size}"
         )
     if parallel.sequence > 1 and config.model.attn_implementation != "sdpa":
         yield (
@@ -37,6 +38,8 @@ def problems(config: Config) -> Iterator[str]:
             f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
             "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
         )
+    if parallel.pipeline > 1:
+        yield from sentences(config, _not_in_stages(config))
     yield from _engines(config)
     divided = {
         "model.path": config.model.path,
@@ -49,6 +52,23 @@ def problems(config: Config) -> Iterator[str]:
         with contextlib.suppress(ValueError):
             if path and (model := read_model(path)):
                 yield from _model(config, key, path, model)
+
+
+def _not_in_stages(config: Config) -> dict[str, object]:
+    """Return sentences on settings that do not work with a pipeline, with true values if they are set."""
+    stages = f"actor.parallel.pipeline={config.actor.parallel.pipeline}"
+    return {
+        f"{stages}: a critic cannot be cut into stages; choose an estimator without one, such as "
+        "algorithm.adv_estimator=grpo, or set it to 1": uses_critic(config),
+        f"{{model.lora.rank}} with {stages}: a model with adapters cannot be cut into stages; set one of them back": (
+            config.model.lora.rank > 0
+        ),
+        f"{{model.vision}} with {stages}: a model that reads images cannot be cut into stages; set it to 1": (
+            config.model.vision != "none"
+        ),
+        f"{{rollout.replay_routes}} with {stages}: a router takes recorded experts in one micro-batch at a time, and "
+        "stages have several; set one of them back": config.rollout.replay_routes,
+    }
 
 
 def _engines(config: Config) -> Iterator[str]:
@@ -71,6 +91,7 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
     """Yield one sentence per problem with dividing the model at `path`, which is the value of the setting `key`."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
+    yield from _stages(config, key, path, model)
     named, experts = model.experts
     if expert > 1 and not experts:
         yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
@@ -126,6 +147,32 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
             f"actor.parallel.sequence={sequence} divides packed rows, which {key}={path} cannot take: {reason}; set it "
             "to 1"
         )
+
+
+def _stages(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
+    """Yield one sentence per problem with cutting the model at `path`, which is the value of the setting `key`."""
+    stages = config.actor.parallel.pipeline
+    if stages == 1:
+        return
+    if model.layers < stages:
+        yield f"actor.parallel.pipeline={stages}, but {key}={path} has only {model.layers} layers; choose fewer stages"
+    # Takes seconds, so only runs that ask for stages wait for it.
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from pipeline.models.stages import why_whole
+
+    kind = str(model.config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return  # a model with its own code is checked by the trainer at its start
+    try:
+        made = CONFIG_MAPPING[kind](**model.config)
+    except Exception as error:  # noqa: BLE001 (each class has errors of its own)
+        yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
+        return
+    reason = why_padded(made.get_text_config())
+    if reason := f"its rows are padded: {reason}" if reason else why_whole(made, AutoModelForCausalLM.from_config):
+        yield f"actor.parallel.pipeline={stages}: {key}={path} cannot be cut into stages: {reason}; set it to 1"
 
 
 def _has_plan(config: Mapping[str, Any]) -> bool:

@@ -43,10 +43,11 @@ OFF: Settings = {
     "model.enable_gradient_checkpointing": False,
     "model.activation_offload": False,
     "actor.fsdp.offload": "none",
+    "actor.parallel.pipeline": 1,
     "rollout.min_engines": None,
     "rollout.max_engines": None,
 }
-"""Settings of every combination that does not set them itself: no savings, no elastic pool."""
+"""Settings of every combination that does not set them itself: no savings, no stages, no elastic pool."""
 CHECKPOINTS: Settings = {"model.enable_gradient_checkpointing": True}
 SAVINGS: tuple[Settings, ...] = (
     {},

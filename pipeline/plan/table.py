@@ -7,6 +7,7 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
+    most_contexts,
     reads_reference,
     reads_teacher,
     reference_is_base,
@@ -22,7 +23,9 @@ from pipeline.derived import (
     why_not_streamed,
 )
 from pipeline.plan.gpus import PER_NODE
-from pipeline.plan.memory import Memory, pass_tokens, shown
+from pipeline.plan.memory import Memory, compute_element, pass_tokens, shown
+from pipeline.plan.models import read_model
+from pipeline.plan.pipelining import bubble, hidden_bytes, micro_batches, stage_sizes
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
 
@@ -191,15 +194,57 @@ def _steps(updates: UpdateShape) -> str:
 def _mesh(plan: Plan) -> Iterator[str]:
     """Yield lines of text on the division of model and rows among train workers."""
     parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
-    same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
-    groups = workers // same
-    dimensions = {"replicate": replicate, "shard": groups // replicate, "sequence": parallel.sequence, "tensor": tensor}
-    used = " x ".join(f"{name} {size}" for name, size in dimensions.items() if name != "sequence" or size > 1)
+    replicate, tensor, stages = parallel.replicate, parallel.tensor, parallel.pipeline
+    groups = workers // parallel.ranks_with_same_rows
+    dimensions = {"pipeline": stages, "replicate": replicate, "shard": groups // replicate}
+    dimensions |= {"sequence": parallel.sequence, "tensor": tensor}
+    optional = ("pipeline", "sequence")
+    used = " x ".join(f"{name} {size}" for name, size in dimensions.items() if name not in optional or size > 1)
     experts = f", experts over the {tensor} of tensor" if parallel.expert > 1 else ""
     yield f"{used} = {workers} train worker{'s' * (workers > 1)}; weights over {workers // replicate}{experts}"
     rows = plan.rows_per_iteration // plan.actor.mini_batches
-    each = f"{rows // groups} of the {rows} rows of a mini-batch"
-    yield f"each {same} neighbouring ranks have the same {each}" if same > 1 else f"each rank has {each}"
+    each, same = f"{rows // groups} of the {rows} rows of a mini-batch", tensor * parallel.sequence
+    in_stages = f" and the ranks in their places of all {stages} stages" if stages > 1 else ""
+    if same > 1:
+        yield f"each {same} neighbouring ranks{in_stages} have the same {each}"
+    elif stages > 1:
+        yield f"the ranks in one place of all {stages} stages have the same {each}"
+    else:
+        yield f"each rank has {each}"
+    yield from _pipeline(plan)
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    """Yield lines of text on the stages of a pipeline."""
+    config = plan.config
+    stages, passes = config.actor.parallel.pipeline, micro_batches(config)
+    if stages == 1:
+        return
+    yield (
+        f"up to {passes} micro-batches at a time pass through {stages} stages, which wait for at least "
+        f"{bubble(stages, passes):.0%} of an update"
+    )
+    model = read_model(config.model.path)
+    if plan.memory is None or model is None:
+        return
+    sizes, peaks = stage_sizes(config, model), plan.memory.stages
+    for size, peak in zip(sizes, peaks, strict=True):
+        tables = ["the embedding"] * (size.number == 0) + ["the head"] * (size.number == stages - 1)
+        layers = f"layers {size.layers[0]} to {size.layers[-1]}" if len(size.layers) > 1 else f"layer {size.layers[0]}"
+        yield (
+            f"stage {size.number}: {' and '.join([layers, *tables])}, {count_words(size.model.parameters)} parameters, "
+            f"activations of {size.held} micro-batch{'es' * (size.held > 1)}, {shown(peak)} in a train worker"
+        )
+    sent = plan.rows_per_iteration // (config.trainer.num_workers // config.actor.parallel.ranks_with_same_rows)
+    tokens, width = sent * most_contexts(config) * config.data.longest_row, model.size("hidden_size")
+    forwards = config.actor.ppo_epochs
+    before = (config.actor.old_log_probs == "recompute" and plan.actor.steps > 1) + trains_beside_reference(config)
+    before += shards_teacher(config)
+    element = compute_element(config, config.actor.fsdp)
+    most = max(
+        hidden_bytes(config, tokens, width, element, stage, forwards + before, forwards) for stage in range(stages)
+    )
+    yield f"a rank sends at most {shown(most)} of hidden states and their gradients in an iteration"
 
 
 def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from pipeline.derived import (
 from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.host import SLOW_PRODUCTS, slow_products
 from pipeline.plan.memory import Memory, shown
+from pipeline.plan.pipelining import bubbles
 from pipeline.plan.without_effect import idle, unread
 from pipeline.replay import checks as replay
 
@@ -50,6 +51,7 @@ def notes(
     yield from sentences(config, _processor(config))
     yield from sentences(config, _algorithm(config))
     yield from sentences(config, _groups(config))
+    yield from bubbles(config)
     if config.algorithm.max_staleness:
         yield from sentences(config, _stale(config))
     yield from sentences(config, idle(config, iterations))
@@ -101,7 +103,8 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
 
 def _groups(config: Config) -> dict[str, object]:
     """Return sentences on parallel ranks that communicate in each layer, with true values if they apply."""
-    ranks, workers = config.actor.parallel.ranks_with_same_rows, config.trainer.num_workers
+    parallel, workers = config.actor.parallel, config.trainer.num_workers
+    ranks = parallel.tensor * parallel.sequence
     return {
         f"{{actor.parallel.tensor}} and {{actor.parallel.sequence}}: groups of {ranks} neighbouring ranks exchange in "
         f"each layer, and on nodes of {PER_NODE} GPUs some lie on two nodes, whose link is slow; choose a divisor of "

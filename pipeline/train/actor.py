@@ -114,7 +114,7 @@ class Actor(Learner):
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
         other = self.reference
         with without_adapters(other.module if other else self.module):
-            batches = self.micro_batches(rows, list(range(len(rows))), passes=other and other.passes)
+            batches = self.micro_batches(rows, list(range(len(rows))), passes=other.passes if other else None)
             # A reference has experts of its own, also one that is the policy without adapters.
             for batch, found in self._predict(batches, other, routes=None):
                 rows.ref_log_probs[batch.token_index] = found.log_probs.cpu().numpy()
@@ -196,8 +196,8 @@ class Actor(Learner):
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
-        found = ranks.all_gather(own.astype(np.float64))
-        parts = [part for rank, part in enumerate(found) if self.mesh.leads(rank)]
+        every = ranks.all_gather(own.astype(np.float64))
+        parts = [part for rank, part in enumerate(every) if self.mesh.leads(rank)]
         chosen = self.loss.choose_tokens(Candidates(*np.concatenate(parts, axis=1)), self.config)
         before = sum(part.shape[1] for part in parts[: self.mesh.rows_group(ranks.rank())])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
@@ -296,7 +296,7 @@ class Actor(Learner):
         arguments of `Policy.forward`."""
 
         def forward(batch: MicroBatch, hidden: Tensor | None = None) -> HeadOutput:
-            return self._pass(batch, other and other.module, hidden=hidden, **options)
+            return self._pass(batch, other.module if other else None, hidden=hidden, **options)
 
         return (other or self).backend.predict(batches, forward)
 

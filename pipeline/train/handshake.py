@@ -115,7 +115,7 @@ class Handshake:
         types = self._types()
         rounded = [dtype for dtype in types if dtype != torch.float32]
         budget, sequence = actor.shape.max_tokens, actor.mesh.positions
-        compared = Compared(actor.module, greeting, actor.device, budget, sequence)
+        compared = Compared(actor.module, greeting, actor.device, budget, sequence, actor.backend)
         found = shake_hands(compared, actor.passes, not rounded, (rounded or types)[0])
         text = sentence(found, plan)
         if found.way != found.first and (problem := self._why_not(found.way)):

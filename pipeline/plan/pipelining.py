@@ -1,0 +1,102 @@
+"""Sizes of the stages of a pipeline (`actor.parallel.pipeline`), and how much of the time they wait."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.config import Config
+from pipeline.derived import chunk_prompts, most_contexts, streams_gradients
+from pipeline.models.layers import deal_layers
+from pipeline.plan.models import ModelFiles
+
+BUSY = 4
+"""Number of micro-batches for each stage below which a note names the bubble."""
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """Size of one stage."""
+
+    number: int
+    layers: range
+    """Numbers of its layers."""
+    model: ModelFiles
+    """Sizes of the stage's part of the model."""
+    held: int
+    """Number of micro-batches whose activations it keeps at the same time."""
+
+
+def stage_sizes(config: Config, model: ModelFiles) -> list[StageSize]:
+    """Return the sizes of the stages of `model`; one, the whole model, without a pipeline.
+
+    Raises ValueError for fewer layers than stages.
+    """
+    count = config.actor.parallel.pipeline
+    if count == 1:
+        return [StageSize(0, range(model.layers), model, 1)]
+    # A tied head is on the last stage too.
+    head = model.head or model.tables
+    embedding = model.tables - model.head
+    bounds = deal_layers([model.layer] * model.layers, embedding, head, count)
+    passes = micro_batches(config)
+    sizes = []
+    for number in range(count):
+        layers = range(bounds[number], bounds[number + 1])
+        tables = embedding * (number == 0) + head * (number == count - 1)
+        part = replace(
+            model,
+            config={**model.config, "num_hidden_layers": len(layers)},
+            parameters=len(layers) * model.layer + tables,
+            tables=tables,
+            head=head * (number == count - 1),
+        )
+        sizes.append(StageSize(number, layers, part, min(count - number, passes)))
+    return sizes
+
+
+def micro_batches(config: Config) -> int:
+    """Return the largest number of micro-batches that pass through a pipeline one after the other: of the rows of a
+    part of an iteration, or of a mini-batch if it is smaller, if all rows have their full length."""
+    actor, batch = config.actor, config.data.train_batch_size
+    groups = max(1, config.trainer.num_workers // actor.parallel.ranks_with_same_rows)
+    prompts = actor.ppo_mini_batch_size or batch
+    if streams_gradients(config):
+        prompts = min(prompts, chunk_prompts(config) * config.trainer.num_workers)
+    rows = max(1, prompts * config.rollout.n // groups)
+    tokens = rows * most_contexts(config) * config.data.longest_row
+    return max(1, math.ceil(tokens / (actor.ppo_max_token_len_per_gpu * actor.parallel.sequence)))
+
+
+def bubble(stages: int, passes: int) -> float:
+    """Return the fraction of the time of an update in which a stage waits: (S - 1) / (m + S - 1) for S stages and m
+    micro-batches."""
+    return (stages - 1) / (passes + stages - 1)
+
+
+def hidden_bytes(config: Config, tokens: int, width: int, element: int, stage: int, passes: int, trained: int) -> int:
+    """Return the number of bytes of hidden states, and of their gradients, that a rank of a stage sends.
+
+    Args:
+        config: the settings.
+        tokens: number of positions in the micro-batches of a pass, over the ranks of a sequence group.
+        width: hidden size.
+        element: bytes of a number.
+        stage: number of the stage.
+        passes: number of forward passes over the tokens.
+        trained: number of these with a backward pass.
+    """
+    parallel = config.actor.parallel
+    own = tokens // parallel.sequence * width * element
+    return own * (passes * (stage < parallel.pipeline - 1) + trained * (stage > 0))
+
+
+def bubbles(config: Config) -> Iterator[str]:
+    """Yield a sentence if the pipeline has few micro-batches, so that its stages wait."""
+    stages, passes = config.actor.parallel.pipeline, micro_batches(config)
+    if stages > 1 and passes < BUSY * stages:
+        part = " of a part of an iteration (trainer.stream_gradients)" if streams_gradients(config) else ""
+        yield (
+            f"actor.parallel.pipeline={stages} has at most {passes} micro-batches{part} at a time, so each stage waits "
+            f"for at least {bubble(stages, passes):.0%} of an update; with {BUSY * stages} it would be "
+            f"{bubble(stages, BUSY * stages):.0%}. A lower actor.ppo_max_token_len_per_gpu gives more"
+        )
