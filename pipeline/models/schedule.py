@@ -38,18 +38,20 @@ class StagedBackend(FsdpBackend):
         optimizer: its optimiser; None for a frozen model.
         mesh: the ranks of the stage.
         device: this rank's device.
-        gathers_once: whether weights are gathered, and gradients summed over ranks, once for all micro-batches of a
-            call (`fsdp.reshard_after_forward=false`).
+        keeps_weights: whether weights stay gathered between passes (`fsdp.reshard_after_forward=false`). Then gradients
+            are summed over ranks once for all micro-batches of a call, unless there is tensor parallelism.
 
     Raises ValueError if the head is tied to the embedding in one of the stages alone.
     """
 
     def __init__(
-        self, module: Any, optimizer: Optimizer | None, mesh: Mesh, device: torch.device, gathers_once: bool
+        self, module: Any, optimizer: Optimizer | None, mesh: Mesh, device: torch.device, keeps_weights: bool
     ) -> None:
         super().__init__(module, optimizer)
         assert mesh.stage.group is not None
-        self._stage, self._group, self._device, self._gathers_once = mesh.stage, mesh.stage.group, device, gathers_once
+        self._stage, self._group, self._device = mesh.stage, mesh.stage.group, device
+        # In each backward pass the plan of a module such as `q_norm` sums all that `grad` holds over the tensor group.
+        self._sums_once = keeps_weights and mesh.tensor is None
         self._width = int(module.decoder.config.get_text_config().hidden_size)
         self._types: dict[int, torch.dtype] = {}
         """Type of the hidden states to and from a neighbour in the current call."""
@@ -140,7 +142,7 @@ class StagedBackend(FsdpBackend):
             gradient: gradient of the output; None for a loss.
             left: number of micro-batches, this one included, without a backward pass.
         """
-        if self._gathers_once:
+        if self._sums_once:
             last = left == 1
             self._module.set_reshard_after_backward(last)
             self._module.set_requires_gradient_sync(last)
@@ -216,12 +218,12 @@ class StagedBackend(FsdpBackend):
 
 
 def make_backend(
-    module: Any, optimizer: Optimizer | None, mesh: Mesh, device: torch.device, gathers_once: bool = False
+    module: Any, optimizer: Optimizer | None, mesh: Mesh, device: torch.device, keeps_weights: bool = False
 ) -> FsdpBackend:
     """Make the backend of a sharded model. Arguments and errors are as in `StagedBackend`."""
     if mesh.stage.count == 1:
         return FsdpBackend(module, optimizer)
-    return StagedBackend(module, optimizer, mesh, device, gathers_once)
+    return StagedBackend(module, optimizer, mesh, device, keeps_weights)
 
 
 def _moved(output: HeadOutput, device: torch.device) -> HeadOutput:

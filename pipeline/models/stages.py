@@ -53,7 +53,8 @@ def cut(lm: Any, stage: Stage) -> None:
     own = range(bounds[stage.number], bounds[stage.number + 1])
     # While transformers loads a model, its weights are not tied yet.
     names = {id(parameter): name for name, parameter in lm.named_parameters()}
-    tied = lm.all_tied_weights_keys.get(names[id(head.weight)]) == names[id(embedding.weight)]
+    tied = head.weight is embedding.weight
+    tied |= lm.all_tied_weights_keys.get(names[id(head.weight)]) == names[id(embedding.weight)]
     before = {*lm.state_dict()}
     for number in range(len(costs)):
         if number not in own:

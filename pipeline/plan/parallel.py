@@ -154,8 +154,10 @@ def _stages(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[
     stages = config.actor.parallel.pipeline
     if stages == 1:
         return
-    if model.layers < stages:
-        yield f"actor.parallel.pipeline={stages}, but {key}={path} has only {model.layers} layers; choose fewer stages"
+    layers = model.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers < stages:
+        few = f"{layers} layer{'s' * (layers > 1)}"
+        yield f"actor.parallel.pipeline={stages}, but {key}={path} has only {few}; choose fewer stages"
     # Takes seconds, so only runs that ask for stages wait for it.
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

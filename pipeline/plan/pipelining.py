@@ -94,9 +94,12 @@ def bubbles(config: Config) -> Iterator[str]:
     """Yield a sentence if the pipeline has few micro-batches, so that its stages wait."""
     stages, passes = config.actor.parallel.pipeline, micro_batches(config)
     if stages > 1 and passes < BUSY * stages:
-        part = " of a part of an iteration (trainer.stream_gradients)" if streams_gradients(config) else ""
+        part, remedy = "", "a lower actor.ppo_max_token_len_per_gpu gives more"
+        if streams_gradients(config):
+            part = ", of a part of an iteration,"
+            remedy = f"trainer.stream_gradients=false, or {remedy}"
         yield (
-            f"actor.parallel.pipeline={stages} has at most {passes} micro-batches{part} at a time, so each stage waits "
-            f"for at least {bubble(stages, passes):.0%} of an update; with {BUSY * stages} it would be "
-            f"{bubble(stages, BUSY * stages):.0%}. A lower actor.ppo_max_token_len_per_gpu gives more"
+            f"actor.parallel.pipeline={stages} has at most {passes} micro-batch{'es' * (passes > 1)}{part} at a time, "
+            f"so each stage waits for at least {bubble(stages, passes):.0%} of an update; with {BUSY * stages} it "
+            f"would be {bubble(stages, BUSY * stages):.0%}: {remedy}"
         )

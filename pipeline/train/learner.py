@@ -69,8 +69,7 @@ class Learner(ABC):
         check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
-        once = not config.fsdp.reshard_after_forward
-        self.backend = make_backend(self.module, self.optimizer, mesh, device, once)
+        self.backend = make_backend(self.module, self.optimizer, mesh, device, not config.fsdp.reshard_after_forward)
 
     @property
     def shares_prompts(self) -> bool:

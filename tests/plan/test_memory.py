@@ -14,6 +14,7 @@ from pipeline.config import ConfigError, load_config
 from pipeline.config.learner import OptimConfig
 from pipeline.plan.memory import Models, estimate
 from pipeline.plan.models import ModelFiles, read_model
+from pipeline.plan.pipelining import bubbles, micro_batches, stage_sizes
 from pipeline.train.optim import build_optimizer
 from tests.plan.test_plan import PPO, shown, small
 
@@ -75,6 +76,49 @@ def test_memory_of_adapters(tmp_path):
     assert "LoRA of rank 4 with 0.0M parameters, published merged" in shown(*overrides)
     base = 2610 * 2 // 2 - 1000 + 11
     assert abs(small(*overrides, *PPO).memory.train_critic - (base + 4 * memory.train_gradients)) < 12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_stages(tmp_path: Path, tied: bool) -> None:
+    """Four layers of 400 parameters; embedding and head have 1000 each, as many as two and a half layers."""
+    shapes = {"model.embed_tokens.weight": [100, 10], "model.norm.weight": [10]}
+    shapes |= {f"model.layers.{number}.mlp.up_proj.weight": [40, 10] for number in range(4)}
+    shapes |= {} if tied else {"lm_head.weight": [100, 10]}
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 10, "vocab_size": 100}
+    write_model(tmp_path, shapes, **sizes, tie_word_embeddings=tied, model_type="qwen3", head_dim=4)
+    run = [f"model.path={tmp_path}", *LENGTHS, "trainer.num_workers=4", "actor.fsdp.reshard_after_forward=true"]
+    run += ["actor.ppo_max_token_len_per_gpu=40"]
+    whole, staged = (small(*run, f"actor.parallel.pipeline={stages}").memory for stages in (1, 2))
+    assert whole is not None and staged is not None
+    assert whole.stages == () and len(staged.stages) == 2
+    # The first stage keeps the activations of two micro-batches, the last one has the logits.
+    assert staged.train_peak == max(staged.stages)
+    sized = stage_sizes(load_config([*run, "actor.parallel.pipeline=2"]), read_model(tmp_path))
+    layer = (4 * 400 + 10) // 4
+    assert [(size.layers, size.model.parameters, size.held) for size in sized] == [
+        (range(2), 1000 + 2 * layer, 2),
+        (range(2, 4), 1000 + 2 * layer, 1),
+    ]
+    assert staged.train_weights == (1000 + 2 * layer) * 4 // 2
+    assert staged.engine_weights == whole.engine_weights and staged.version == whole.version
+    text = shown(*run, "actor.parallel.pipeline=2")
+    assert "pipeline 2 x replicate 1 x shard 2 x tensor 1 = 4 train workers" in text
+    assert "stage 0: layers 0 to 1 and the embedding" in text and "stage 1: layers 2 to 3 and the head" in text
+
+
+def test_few_micro_batches_leave_stages_waiting(tmp_path: Path) -> None:
+    write_model(tmp_path, {"a": [4, 4]}, num_hidden_layers=4, num_attention_heads=2, hidden_size=4, vocab_size=8)
+    run = [f"model.path={tmp_path}", *LENGTHS, "trainer.num_workers=2", "actor.parallel.pipeline=2"]
+    run += ["trainer.stream_gradients=false"]
+    # Eight prompts of four samples are 32 rows of at most 40 tokens.
+    config = load_config([*run, "data.train_batch_size=8", "rollout.n=4", "actor.ppo_max_token_len_per_gpu=160"])
+    assert micro_batches(config) == 8 and list(bubbles(config)) == []
+    config.actor.ppo_max_token_len_per_gpu = 320
+    [found] = bubbles(config)
+    assert "at most 4 micro-batches" in found and "20%" in found and "11%" in found
+    config.actor.ppo_mini_batch_size = 2
+    config.actor.ppo_max_token_len_per_gpu = 40
+    assert micro_batches(config) == 8
 
 
 def test_every_context_of_an_episode_may_have_a_prompt(tmp_path):

@@ -10,6 +10,7 @@ from pipeline.plan.parallel import problems
 from tests.sentences import Named
 
 DENSE = {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100}
+LAYERS = {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 64, "head_dim": 8}
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
 
 
@@ -54,6 +55,24 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
             ["tensor=2"],
             ["actor.parallel.tensor model.path"],
         ),
+        (DENSE | LAYERS, 4, ["pipeline=2"], []),
+        (EXPERTS | LAYERS, 12, ["pipeline=3", "replicate=2"], []),
+        (DENSE | LAYERS, 3, ["pipeline=2"], ["actor.parallel.pipeline trainer.num_workers"]),
+        (DENSE | LAYERS, 4, ["pipeline=4"], ["actor.parallel.pipeline=4 model.path layers"]),
+        (DENSE | {"model_type": "gpt2", "n_layer": 2}, 2, ["pipeline=2"], ["actor.parallel.pipeline model.path"]),
+        (
+            DENSE | LAYERS | {"model_type": "mistral", "sliding_window": 64},
+            2,
+            ["pipeline=2"],
+            ["actor.parallel.pipeline model.path sliding_window"],
+        ),
+        (
+            DENSE | LAYERS | {"model_type": "granite", "embedding_multiplier": 2.0},
+            2,
+            ["pipeline=2"],
+            ["actor.parallel.pipeline model.path"],
+        ),
+        (DENSE | LAYERS | {"hidden_size": "x"}, 2, ["pipeline=2"], ["model.path config.json"]),
     ],
 )
 def test_what_cannot_be_divided(
@@ -72,6 +91,34 @@ def test_families_with_names_of_their_own_have_heads_too(tmp_path: Path, named: 
     assert list(problems(load_config([*keys, "actor.parallel.sequence=4"]))) == []
     [found] = problems(load_config([*keys, "actor.parallel.sequence=8"]))
     named(found, "actor.parallel.sequence=8 num_attention_heads=12 model.path")
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (["algorithm.adv_estimator=gae"], "critic algorithm.adv_estimator"),
+        (["model.lora.rank=4"], "model.lora.rank=4"),
+        (["model.vision=frozen"], "model.vision=frozen"),
+        (["rollout.replay_routes=true"], "rollout.replay_routes"),
+    ],
+)
+def test_what_stages_cannot_have(tmp_path: Path, settings: list[str], keys: str, named: Named) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | LAYERS))
+    run = [f"model.path={tmp_path}", "trainer.num_workers=2", *settings]
+    assert list(problems(load_config(run))) == []
+    [found] = problems(load_config([*run, "actor.parallel.pipeline=2"]))
+    named(found, f"actor.parallel.pipeline=2 {keys}")
+
+
+def test_a_reference_in_the_train_workers_is_cut_too(tmp_path: Path, named: Named) -> None:
+    for name, layers in (("policy", 3), ("reference", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(DENSE | LAYERS | {"num_hidden_layers": layers}))
+    run = [f"model.path={tmp_path}/policy", "trainer.num_workers=2", "actor.parallel.pipeline=2"]
+    run += [f"scoring.reference.path={tmp_path}/reference", "actor.use_kl_loss=true"]
+    assert list(problems(load_config(run))) == []
+    [found] = problems(load_config([*run, "scoring.reference.placement=train_workers"]))
+    named(found, "actor.parallel.pipeline=2 scoring.reference.path layers")
 
 
 @pytest.mark.parametrize(("parts", "divides"), [(1, True), (2, True), (3, False), (4, False), (6, True), (12, False)])
