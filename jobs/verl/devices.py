@@ -24,8 +24,8 @@ def sequences(state: State) -> None:
 def offload(state: State) -> None:
     """Convert offloading: of the optimiser state, or of everything (`offload_policy` of verl's FSDP2)."""
     for learner, sections in (
-        ("actor", (f"{_ACTOR}.fsdp_config",)),
-        ("critic", ("critic.fsdp", "critic.model.fsdp_config")),
+        ("actor", (f"{_ACTOR}.fsdp_config", f"{_ACTOR}.megatron")),
+        ("critic", ("critic.fsdp", "critic.model.fsdp_config", "critic.megatron")),
     ):
         for name, kind in (("optimizer_offload", "optimizer"), ("offload_policy", "all")):
             if any(state.given.get(f"{section}.{name}") is True for section in sections):
@@ -64,9 +64,9 @@ def devices(state: State) -> None:
         )
         return
     mini, split = math.gcd(*minis), state.get("rollout.tensor_parallel_size")
-    sequence = state.get("actor.parallel.sequence")
-    counts = range(sequence, gpus // 2 + 1, sequence)
-    workers = max((count for count in counts if mini % count == 0), default=sequence)
+    same = math.prod(state.get(f"actor.parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
+    counts = range(same, gpus // 2 + 1, same)
+    workers = max((count for count in counts if mini % count == 0), default=same)
     rest = gpus - workers
     # A replica makes one forward pass; meanwhile a worker makes one and a training step.
     replicas = max(1, rest // 4) if pools else 0
@@ -93,7 +93,7 @@ def devices(state: State) -> None:
         "where the run waits, and raise rollout.gpu_memory_utilization: an engine has its GPU to itself"
     )
     if workers + engine_count * split + replicas > gpus:
-        remedy = "a smaller rollout.tensor_parallel_size or actor.parallel.sequence takes fewer"
+        remedy = "a smaller rollout.tensor_parallel_size or smaller sizes of actor.parallel take fewer"
         if split == 1:
             remedy = "trainer.gpus_per_worker=0.6 rollout.num_gpus=0.4 rollout.sleep=true puts engines on the GPUs of "
             remedy += f"the train workers, so that {workers + replicas} do"

@@ -16,6 +16,7 @@ data.tokenizer -> model.tokenizer_path
 data.trust_remote_code -> model.trust_remote_code
 MODEL -> model: path tokenizer_path trust_remote_code enable_gradient_checkpointing
 MODEL.enable_activation_offload -> model.activation_offload
+MODEL -> model.lora: rank=lora.rank alpha=lora.alpha
 MODEL -> model.lora: rank=lora_rank alpha=lora_alpha target_modules path=lora_adapter_path
 MODEL.override_config.attn_implementation -> model.attn_implementation
 
@@ -102,6 +103,14 @@ SECTIONS: tuple[tuple[str, str], ...] = (
 )
 """Mappings that take any name inside."""
 
+MEGATRON = {
+    "tensor_model_parallel_size": "actor.parallel.tensor",
+    "pipeline_model_parallel_size": "actor.parallel.pipeline",
+    "context_parallel_size": "actor.parallel.sequence",
+    "expert_model_parallel_size": "actor.parallel.expert",
+}
+"""Sizes in `actor.megatron`, and our keys for them."""
+
 RULED: dict[str, str] = {
     "trainer.n_gpus_per_node": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
     "trainer.nnodes": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
@@ -113,6 +122,10 @@ RULED: dict[str, str] = {
     f"{_ACTOR}.use_token_level_loss": "actor.loss_agg_mode",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": "actor.parallel.sequence",
+    **{f"{_ACTOR}.megatron.{name}": ours for name, ours in MEGATRON.items()},
+    f"{_ACTOR}.megatron.override_transformer_config.recompute_granularity": "model.enable_gradient_checkpointing",
+    f"{_ACTOR}.megatron.optimizer_offload": "actor.fsdp.offload",
+    "critic.megatron.optimizer_offload": "critic.fsdp.offload",
     "critic.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     "critic.fsdp.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     f"{_ACTOR}.fsdp_config.optimizer_offload": "actor.fsdp.offload",
@@ -162,10 +175,12 @@ CANNOT: dict[str, str] = {
     "an adapter is model.lora.rank rows for the linear layers of model.lora.target_modules, and nothing else": (
         "*.lora_* *.lora.* *.lora *.exclude_modules *.target_parameters *.enable_lora"
     ),
-    "training uses FSDP2; there is no Megatron or other engine": (
-        "*.megatron.* *.megatron model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* "
-        "*.mindspeed* *.turbo_config.* *.fsdp_turbo.*"
+    "training uses FSDP2, with the sizes of Megatron; there is no other engine": (
+        "model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* *.mindspeed* *.turbo_config.* "
+        "*.fsdp_turbo.*"
     ),
+    "no loss balances the experts": "*.megatron.*.moe_aux_loss_coeff *.megatron.*.moe_z_loss_coeff",
+    "the trainer computes in bfloat16 or float32": "*.megatron.dtype",
     "a row is split over GPUs by actor.parallel.sequence, and in no other way": "*.context_parallel_size",
     "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way": (
         "actor_rollout_ref.rollout.*parallel_size *.disaggregation.*"
@@ -203,6 +218,7 @@ LOST: dict[str, str] = {
         "*.param_offload *.optimizer_offload *.grad_offload *.offload_policy"
     ),
     "the model is sharded over all train workers": "*.fsdp_size *.fsdp_config.* *.fsdp.*",
+    "how Megatron computes, cuts layers and stores weights is not a setting": "*.megatron.* *.megatron",
     "a prompt may have up to 64 images, as far as data.max_image_bytes allows": "*.limit_images",
     "engines keep processed images by themselves": "*.mm_processor_cache_gb",
     "logits are always taken in pieces (actor.logits_chunk_tokens)": (
@@ -287,6 +303,7 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "trainer.device": ("cuda", "cpu"),
     "trainer.v1.trainer_mode": ("sync",),
     "*reward_manager*": ("naive", "dapo", "gdpo", "register"),
+    "*.megatron.dtype": ("bfloat16", "float32"),
     "*.optimizer": ("AdamW",),
     "*.optimizer_impl": ("torch.optim",),
     "*.lora_alpha": tuple(range(1, 1025)),

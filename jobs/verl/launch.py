@@ -29,7 +29,10 @@ _SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 _OPTION = re.compile(r"(--config-(?:name|path|dir)|-c[npd])(?:=(.*))?", re.DOTALL)
 MAX_LEVELS = 32
 """Levels of lists and dicts in a value."""
-_DEFAULT_FILES = ("ppo_trainer", "ppo_trainer.yaml", "ppo_trainer.yml", "config", "./config")
+_DEFAULT_FILES = (
+    *(f"{name}{ending}" for name in ("ppo_trainer", "ppo_megatron_trainer") for ending in ("", ".yaml", ".yml")),
+    *("config", "./config"),
+)
 
 
 @dataclass(frozen=True)

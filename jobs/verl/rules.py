@@ -9,6 +9,7 @@ from collections.abc import Callable
 from jobs.verl.devices import all_gpus, devices, engines, offload, sequences
 from jobs.verl.distillation import distillation
 from jobs.verl.episodes import episodes
+from jobs.verl.megatron import megatron
 from jobs.verl.state import State
 from pipeline.catalogue import ESTIMATORS, POLICY_LOSSES
 from pipeline.config.scoring import TRAIN_WORKERS
@@ -359,6 +360,7 @@ RULES: tuple[Callable[[State], None], ...] = (
         images,
         adapters,
         sequences,
+        megatron,
         reference,
         offload,
         kl,

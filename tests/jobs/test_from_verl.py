@@ -140,11 +140,11 @@ def test_variables_settings_and_a_name_are_given_beside_the_script(convert: Conv
 def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Convert) -> None:
     result = convert(DAPO)
     assert result.code == 3 and result.config.rollout.n == 16
-    assert (result.config.actor.parallel.sequence, result.config.trainer.num_workers) == (4, 4)
+    parallel = result.config.actor.parallel
+    assert (parallel.sequence, parallel.pipeline, result.config.trainer.num_workers) == (4, 2, 8)
     for part in (
         "exclude_modules=o_proj",
         "an agent.environment or agent.program: actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
-        "megatron.pipeline_model_parallel_size=2",
         "$SEED in line 3 is not set; give SEED=VALUE",
         "${MORE} may hold settings",
         "--config-name=dapo_trainer: the settings in a file",
@@ -187,7 +187,7 @@ def test_a_row_over_all_gpus_leaves_none_to_the_engines(convert: Convert) -> Non
     assert place(plan(config).stages, [Node({"CPU": 96, "GPU": 8})])
     assert not place(plan(result.config).stages, [Node({"CPU": 96, "GPU": 8})])
     split = convert(f"{whole} actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    assert "a smaller rollout.tensor_parallel_size or actor.parallel.sequence takes fewer" in split.report
+    assert "a smaller rollout.tensor_parallel_size or smaller sizes of actor.parallel take fewer" in split.report
     assert "more than verl's" not in convert(GRPO).report
 
 
