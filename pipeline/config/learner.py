@@ -97,7 +97,7 @@ class ParallelConfig:
 
     expert: int = setting(1, at_least=1)
     """Number of expert-parallel workers of a mixture of experts; each has different experts. 1, or the same as
-    `tensor`."""
+    `tensor`. With `actor.strategy=megatron`: any divisor of the workers of a stage."""
 
     pipeline: int = setting(1, at_least=1)
     """Number of pipeline stages. Each stage has some neighbouring layers, divided by the other sizes over the workers
@@ -156,6 +156,11 @@ class PolicyLossConfig:
 @dataclass
 class ActorConfig:
     """Update of the policy."""
+
+    strategy: str = setting("fsdp", choices=("fsdp", "fsdp2", "megatron"))
+    """Way to train the policy. `fsdp`, or `fsdp2`: PyTorch's FSDP2 with the sizes of `parallel`, for every model.
+    `megatron`: the layers, schedules and optimiser of Megatron-Core, for Llama, Qwen2, Qwen3 and Qwen3-MoE on GPUs
+    ([gpus.md](gpus.md#megatron))."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
 
@@ -250,7 +255,7 @@ class ActorConfig:
                 not loss.clip_cov_lb < loss.clip_cov_ub
             ),
             "{actor.parallel.expert} must be 1 or {actor.parallel.tensor}: experts are divided among the workers that "
-            "see the same rows": parallel.expert not in (1, parallel.tensor),
+            "see the same rows": parallel.expert not in (1, parallel.tensor) and self.strategy != "megatron",
         }
 
 

@@ -17,7 +17,15 @@ from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout, decode, hidden_states
-from pipeline.models.head import HeadOutput, LogitRule, TokenLists, own_rows, token_log_probs, top_log_probs
+from pipeline.models.head import (
+    HeadOutput,
+    LogitRule,
+    TokenLists,
+    VocabularyPart,
+    own_rows,
+    token_log_probs,
+    top_log_probs,
+)
 from pipeline.models.lora import inject, policy_class
 from pipeline.models.mesh import Mesh, Stage
 from pipeline.models.packing import ImageInputs
@@ -107,13 +115,10 @@ class Policy(Pretrained):
             hidden: hidden states of the stage before; None in the first stage.
         """
         if not self.stage.last:
-            return decode(self.decoder, input_ids, positions, packing, _embedded(hidden))
+            return self._pass_on(input_ids, positions, packing, hidden)
         share = packing.share if packing else None
         self.routers.replay(routes if routes is None or share is None else share.cut(routes[None])[0])
-        if hidden is None:
-            hidden = read(self, input_ids, logit_index, positions, packing, images)
-        else:
-            hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing, _embedded(hidden))
+        states = self._states(input_ids, logit_index, positions, packing, images, hidden)
         wanted = lists
         if share:
             targets = targets.index_select(0, share.own)
@@ -121,10 +126,8 @@ class Policy(Pretrained):
             wanted = None if lists is None else lists.select(share.own)
         both, places = TokenLists.joined([None if support is None else support.inside, wanted])
         left_out = support.outside if support is not None and len(support.outside.ids) else None
-        head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
-        (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
-        assert weight is not None
-        found = token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part, both, left_out)
+        (weight, bias, part), rule = self._head(), LogitRule(self.scale, self.softcap, temperature)
+        found = token_log_probs(states, weight, bias, targets, rule, chunk_tokens, with_entropy, part, both, left_out)
         log_probs, entropies, listed, kept, _ = found
         of_support, of_lists = (None if listed is None or at is None else listed[at] for at in places)
         if support is not None:
@@ -138,13 +141,40 @@ class Policy(Pretrained):
                 of_lists = replace(share, own=lists.places(share.own)).join(of_lists, len(lists.ids))
         likeliest = None
         if top:
-            likeliest = top_log_probs(hidden, weight, bias, rule, chunk_tokens, top, part)
+            likeliest = top_log_probs(states, weight, bias, rule, chunk_tokens, top, part)
             if share is not None:
                 likeliest = (
                     share.join_all(likeliest[0], len(logit_index)),
                     share.join_all(likeliest[1], len(logit_index)),
                 )
         return HeadOutput(log_probs, entropies, of_lists, None, likeliest)
+
+    def _pass_on(
+        self, input_ids: Tensor, positions: Tensor | None, packing: Layout | None, hidden: Tensor | None
+    ) -> Tensor:
+        """Return the hidden states that the next stage of a pipeline gets. Arguments are as in `forward`."""
+        return decode(self.decoder, input_ids, positions, packing, _embedded(hidden))
+
+    def _states(
+        self,
+        input_ids: Tensor,
+        logit_index: Tensor,
+        positions: Tensor | None,
+        packing: Layout | None,
+        images: ImageInputs | None,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """[n, H], the hidden states from which this rank predicts. Arguments are as in `forward`."""
+        if hidden is None:
+            return read(self, input_ids, logit_index, positions, packing, images)
+        return hidden_states(self.decoder, input_ids, logit_index, positions, packing, _embedded(hidden))
+
+    def _head(self) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+        """Return this rank's rows of the head's weights and bias, and the part of the vocabulary that they cover."""
+        head = self._linear_head()
+        (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
+        assert weight is not None
+        return weight, bias, part
 
     @torch.no_grad()
     def sum_pi_squared(

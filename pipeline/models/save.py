@@ -132,6 +132,9 @@ def gathered_blocks(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
         model: sharded or not, or a stage of a pipeline; rank 0 gets the tensors of all stages.
         dtype: type to which parameters are converted; None keeps their type. Buffers always keep their type.
     """
+    if own := getattr(model, "blocks", None):
+        yield from own(dtype)
+        return
     stage: Stage = getattr(model, "stage", Stage())
     rank = dist.get_rank() if dist.is_initialized() else 0
     if stage.count == 1:

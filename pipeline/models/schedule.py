@@ -113,13 +113,13 @@ class StagedBackend(FsdpBackend):
         for batch in batches:
             output = forward(batch, self._exchange(BACK, None, self._like(batch)))
             if self._stage.last:
-                outputs.append(_moved(output, torch.device("cpu")))
+                outputs.append(moved(output, torch.device("cpu")))
             self._exchange(AHEAD, output, None)
             passed.append(batch)
         found = [outputs]
         dist.broadcast_object_list(found, group=self._group, group_src=self._stage.count - 1)
         for batch, output in zip(passed, found[0], strict=True):
-            yield batch, _moved(output, self._device)
+            yield batch, moved(output, self._device)
 
     def clip(self, max_norm: float) -> float:
         """Add up the gradients of a tied weight, and scale all gradients down to a norm of at most `max_norm`."""
@@ -226,7 +226,7 @@ def make_backend(
     return StagedBackend(module, optimizer, mesh, device, keeps_weights)
 
 
-def _moved(output: HeadOutput, device: torch.device) -> HeadOutput:
+def moved(output: HeadOutput, device: torch.device) -> HeadOutput:
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(moved, value))

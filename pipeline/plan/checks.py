@@ -26,6 +26,7 @@ from pipeline.plan import (
     check_algorithm,
     check_engine,
     check_images,
+    check_megatron,
     check_offload,
     check_reward,
     check_teacher,
@@ -99,6 +100,7 @@ def _combined(config: Config, in_bounds: bool) -> Iterator[str]:
     yield from models.problems(config)
     yield from check_images.problems(config)
     yield from parallel.problems(config)
+    yield from check_megatron.problems(config)
     if in_bounds:
         # The arithmetic divides by values that are positive within their bounds.
         yield from _batches(config)

@@ -38,7 +38,7 @@ def problems(config: Config) -> Iterator[str]:
             f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
             "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
         )
-    if parallel.pipeline > 1:
+    if parallel.pipeline > 1 and config.actor.strategy != "megatron":
         yield from sentences(config, _not_in_stages(config))
     yield from _engines(config)
     divided = {
@@ -89,17 +89,18 @@ def _engines(config: Config) -> Iterator[str]:
 
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
     """Yield one sentence per problem with dividing the model at `path`, which is the value of the setting `key`."""
+    megatron = config.actor.strategy == "megatron"
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
     yield from _stages(config, key, path, model)
     named, experts = model.experts
     if expert > 1 and not experts:
         yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
-    elif expert > 1 and experts % expert:
+    elif expert > 1 and experts % expert and not megatron:
         yield f"actor.parallel.expert={expert} does not divide the {experts} experts of {key}={path} ({named})"
     if tensor == 1:
         return
-    if experts and expert == 1:
+    if experts and expert == 1 and not megatron:
         yield (
             f"actor.parallel.tensor={tensor}, but {key}={path} has experts, whose weights must stay whole; set "
             f"actor.parallel.expert={tensor}"
@@ -108,7 +109,7 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
         count = model.config.get(name)
         if isinstance(count, int) and count % tensor:
             yield f"actor.parallel.tensor={tensor} does not divide {name}={count} of {key}={path}; choose a divisor"
-    if not _has_plan(model.config):
+    if not megatron and not _has_plan(model.config):
         yield (
             f"transformers has no plan for tensor parallelism of {key}={path}, a {model.config.get('model_type')}; set "
             "actor.parallel.tensor=1"

@@ -35,6 +35,7 @@ from pipeline.train import ranks
 from pipeline.train.correction import AllSum, Corrected, correct, parse
 from pipeline.train.learner import Learner
 from pipeline.train.reference import ShardedReference
+from pipeline.train.strategy import fsdp, megatron
 
 
 class Actor(Learner):
@@ -72,8 +73,13 @@ class Actor(Learner):
         teacher: ShardedReference | None = None,
         teacher_coef: float = 0.0,
     ):
-        policy = load_policy(model, mesh=mesh, longest=shape.longest)
-        super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
+        steps = iterations * shape.steps
+        if config.strategy == "megatron":
+            prepared = megatron(model, config, steps, device, mesh)
+        else:
+            policy = load_policy(model, mesh=mesh, longest=shape.longest)
+            prepared = fsdp(policy, config, steps, device, model.share_prompts, mesh)
+        super().__init__("actor", prepared, config, shape, device, mesh)
         self.config = config
         self.seed = seed
         self.temperature = temperature

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ray.train
 import torch
@@ -56,6 +56,17 @@ class Trained(Protocol):
     module: Any
     optimizer: Any
     scheduler: Any
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A backend with a training state of its own form."""
+
+    def training_state(self) -> dict[str, Any]:
+        """Return the state, as tensors that `dcp` saves from or loads into; a collective."""
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Put the loaded tensors of `training_state` into place."""
 
 
 class NotStored(RuntimeError):
@@ -355,6 +366,9 @@ def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
     """
     state = {}
     for learner in learners:
+        if isinstance(backend := getattr(learner, "backend", None), KeepsState):
+            state[learner.name] = backend.training_state()
+            continue
         unused = not learner.optimizer.state
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
         if unused:

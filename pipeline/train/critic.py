@@ -20,6 +20,7 @@ from pipeline.models.value import ValueModel, load_value_model
 from pipeline.stats import Stat, Stats, mean, merge
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
+from pipeline.train.strategy import fsdp
 
 
 class Critic(Learner):
@@ -43,7 +44,8 @@ class Critic(Learner):
     ):
         mesh = mesh or make_mesh(device)
         module = load_value_model(model, config.path, mesh, shape.longest)
-        super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
+        prepared = fsdp(module, config, iterations * shape.steps, device, model.share_prompts, mesh)
+        super().__init__("critic", prepared, config, shape, device, mesh)
         self.config = config
 
     def forward(self, batch: MicroBatch, number: int, hidden: Tensor | None = None) -> Tensor:

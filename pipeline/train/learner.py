@@ -21,16 +21,13 @@ from pipeline.greeting import Way
 from pipeline.losses import agg_loss
 from pipeline.models.backend import MicroBatches
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
-from pipeline.models.repeatable import check_repeatable
-from pipeline.models.schedule import make_backend
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
-from pipeline.train.optim import build_optimizer, build_scheduler
+from pipeline.train.strategy import Prepared
 
 
 class Learner(ABC):
@@ -38,38 +35,31 @@ class Learner(ABC):
 
     Args:
         name: `actor` or `critic`, the first part of the names of its metrics.
-        module: the model, with a `decoder`; it is sharded in place.
+        prepared: the model, ready to train.
         config: the section `actor` or `critic`.
         shape: settings of the update.
         device: this rank's device.
-        iterations: number of iterations that update the learner, for the learning-rate schedule.
-        share_prompts: `model.share_prompts`.
-        mesh: the ranks that loaded slices of the model.
+        mesh: the ranks of the model.
     """
 
     def __init__(
         self,
         name: str,
-        module: Any,
+        prepared: Prepared,
         config: ActorConfig | CriticConfig,
         shape: UpdateShape,
         device: torch.device,
-        iterations: int,
-        share_prompts: str,
         mesh: Mesh,
     ):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
-        self.passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
+        self.passes = prepared.passes
         """The form in which rows pass through the model."""
         self._nonfinite_steps = 0
         self.on_pass: Callable[[str], None] = lambda name: None
         """Called before each pass of a micro-batch, with the learner's name."""
-        self.module = shard(module, config.fsdp, device, mesh)
-        check_repeatable(self.module, device)
-        self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
-        self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
-        self.backend = make_backend(self.module, self.optimizer, mesh, device, not config.fsdp.reshard_after_forward)
+        self.module = prepared.module
+        self.optimizer, self.scheduler, self.backend = prepared.optimizer, prepared.scheduler, prepared.backend
 
     @property
     def shares_prompts(self) -> bool:

@@ -150,14 +150,33 @@ def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int
     return count * parameter.element_size() + 2 * (count * (256 + 4) // 256)
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
+class _Rates(LambdaLR):
+    """The learning-rate schedule of an optimiser of another library, `optimizer`, that has torch's `param_groups`."""
+
+    def __init__(self, optimizer: Any, config: OptimConfig, total_steps: int) -> None:
+        self._theirs = optimizer
+        # torch's schedules take only its own optimisers.
+        stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+        super().__init__(stand_in, rate_factor(config, total_steps))
+
+    def step(self, epoch: int | None = None) -> None:
+        # torch warns of a schedule that steps before its optimiser.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        super().step(epoch)
+        for group in self._theirs.param_groups:
+            group["lr"] = self.get_last_lr()[0]
+
+
+def build_scheduler(optimizer: Any, config: OptimConfig, total_steps: int) -> LambdaLR:
     """Build the learning-rate schedule of `rate_factor`. The caller calls `step()` after each optimiser step.
 
     Args:
-        optimizer: its learning rate is set.
+        optimizer: its learning rate is set; an optimiser of torch, or one with the same `param_groups`.
         config: the section `optim`.
         total_steps: number of optimiser steps of the run.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return _Rates(optimizer, config, total_steps)
     return LambdaLR(optimizer, rate_factor(config, total_steps))
 
 

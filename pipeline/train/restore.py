@@ -44,7 +44,7 @@ from pipeline.storage.manifest import wrong_content
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
-from pipeline.train.checkpoint import DEADLINE, Trained, frozen, retry, training_state
+from pipeline.train.checkpoint import DEADLINE, KeepsState, Trained, frozen, retry, training_state
 from pipeline.train.optim import LOW, set_steps
 
 
@@ -181,6 +181,10 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
         ) from error
     for learner in learners:
         part = state[learner.name]
+        if isinstance(backend := getattr(learner, "backend", None), KeepsState):
+            backend.load_training_state(part)
+            set_steps(learner.scheduler, progress["scheduler_steps"][learner.name])
+            continue
         settings = get_optimizer_state_dict(learner.module, learner.optimizer)["param_groups"]
         set_state_dict(
             learner.module,

@@ -84,6 +84,9 @@ def parts(
         adapter_alone: whether to yield only the tensors of the adapter; else these are merged into the base.
         first: first rank that has the model; above 0 for later stages of a pipeline.
     """
+    if own := getattr(model, "parts", None):
+        made: Iterator[Part] = own(rank, dtype)
+        return made
     return (_part(rename(name), tensor, rank, dtype, first) for name, tensor in published(model, adapter_alone))
 
 
@@ -285,10 +288,15 @@ class WeightPublisher:
         alone, first = self._adapter is not None, self._mesh.first_rank if self._mesh else 0
         if isinstance(self._memory, PublishedMemory):
             # Merged weights have the sizes of the base's, and need not be computed here.
+            own = getattr(model, "parts", None)
             held = (
-                _part(name, tensor, self._rank, self._dtype, first)
-                for name, tensor in tensors(model)
-                if (".lora_" in name) == alone
+                own(self._rank, self._dtype)
+                if own
+                else (
+                    _part(name, tensor, self._rank, self._dtype, first)
+                    for name, tensor in tensors(model)
+                    if (".lora_" in name) == alone
+                )
             )
             self._memory.begin(version, held_bytes(self._in_all_stages(held), self._limit))
         weights = parts(model, self._rank, self._dtype, self._rename, alone, first)
