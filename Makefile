@@ -28,7 +28,7 @@ ARGS ?=
 DEMO := slipstream.py demo $(if $(MODEL),--model $(MODEL),--task $(TASK)) --seed $(SEED) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(ARGS)
 KILLS ?= 20
 
-.PHONY: help setup sglang-env demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
+.PHONY: help setup sglang-env megatron-env demo demo-model chaos test test-all test-fast lint format docs site bench wheel clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ SGLANG_STAMP := .venv-sglang/.installed-sglang-$(ACCELERATOR)
 $(SGLANG_STAMP): requirements/sglang-$(ACCELERATOR).lock requirements/install.sh requirements/torchvision_without_cuda.py requirements/sgl_kernel/__init__.py
 	@requirements/install.sh sglang-$(ACCELERATOR) .venv-sglang $(or $(PYTHON),python3.11)
 
+MEGATRON_STAMP := $(VENV)/.installed-megatron
+$(MEGATRON_STAMP): requirements/megatron.lock requirements/install_megatron.sh $(STAMP)
+	@requirements/install_megatron.sh $(VENV)
+
+megatron-env: $(MEGATRON_STAMP) ## add Megatron-Core to .venv, for actor.strategy=megatron
+
 sglang-env: $(SGLANG_STAMP) ## install SGLang's server into .venv-sglang, for rollout.name=sglang
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
@@ -51,7 +57,7 @@ demo: $(STAMP) ## train a tiny model and watch it get better (MODEL=smollm2, TAS
 demo-model: $(STAMP) ## puzzles, model and warm start of the demo, without the training
 	@$(RUN) $(DEMO) --only-model
 
-test: $(STAMP) ## the tests, without the longest, in two processes; unit tests are shown at the end
+test: $(STAMP) $(MEGATRON_STAMP) ## the tests, without the longest, in two processes; unit tests are shown at the end
 	@units=$$(mktemp); share=$$(mktemp -d); failed=0; \
 	$(RUN) -m pytest -m 'not (ray or vllm or long)' --share=$$share >$$units 2>&1 & \
 	trap 'kill $$! 2>/dev/null || true; rm -rf $$units $$share' EXIT; trap 'exit 130' INT; \
@@ -63,10 +69,10 @@ chaos: $(STAMP) ## kill processes of a run at random and check what it leaves (K
 	@$(RUN) -m tests.chaos --out runs/chaos-$(SEED) --seed $(SEED) --kills $(KILLS) --model models/tiny-sft-$(SEED) \
 		--train data/countdown-$(SEED)/train.parquet --val data/countdown-$(SEED)/test.parquet
 
-test-all: $(STAMP) ## all tests
+test-all: $(STAMP) $(MEGATRON_STAMP) ## all tests
 	@$(RUN) -m pytest -m ''
 
-test-fast: $(STAMP) ## unit tests: no Ray, no engine
+test-fast: $(STAMP) $(MEGATRON_STAMP) ## unit tests: no Ray, no engine
 	@$(RUN) -m pytest -m unit
 
 lint: $(STAMP) ## ruff, mypy, spelling, and turns of phrase that may not become more

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pipeline.megatron.names import Block, Held
+from pipeline.megatron.names import Held, TensorBlock
 from pipeline.megatron.policy import MegatronPolicy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,20 +29,18 @@ class Sharded(Tensor):
         owned: whether this rank saves the block.
     """
 
-    block: Block
+    block: TensorBlock
     local: Tensor
     owned: bool
 
     @staticmethod
-    def __new__(cls, block: Block, local: Tensor, owned: bool) -> "Sharded":
-        made: Sharded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, block.shape, dtype=local.dtype, device=local.device
-        )
+    def __new__(cls, block: TensorBlock, local: Tensor, owned: bool) -> "Sharded":
+        made: Sharded = torch.Tensor._make_wrapper_subclass(cls, block.shape, dtype=local.dtype, device=local.device)
         made.block, made.local, made.owned = block, local, owned
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} of a block of a checkpoint")
 
     def _chunk(self) -> ChunkStorageMetadata:

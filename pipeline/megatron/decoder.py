@@ -29,7 +29,7 @@ from pipeline.models.attention import Layout, attend
 
 
 @dataclass
-class Rows(PackedSeqParams):
+class PackedRows(PackedSeqParams):
     """Packed rows, for `PackedAttention`."""
 
     layout: Layout | None = None
@@ -53,10 +53,10 @@ class PackedAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """[T, 1, heads x D] from queries [T, 1, heads, D], and keys and values [T, 1, key heads, D]."""
-        rows: Rows = packed_seq_params
+        rows: PackedRows = packed_seq_params
         size = len(query)
         query, key, value = (part[: rows.tokens, 0].transpose(0, 1)[None] for part in (query, key, value))
-        output, _ = attend(self, query, key, value, None, packing=rows.layout)
+        output = attend(self, query, key, value, None, packing=rows.layout)[0]
         return pad(output[0].flatten(1), (0, 0, 0, size - rows.tokens))[:, None]
 
 
@@ -125,7 +125,7 @@ class Decoder(LanguageModule):
         hidden = self.embedding(ids, None) if self.pre_process else None
         angles = torch.outer(positions[0].float(), self.inverse_frequencies.to(positions.device))
         angles = torch.cat((angles, angles), -1)[:, None, None]
-        rows = Rows(qkv_format="sbhd", layout=layout, tokens=tokens)
+        rows = PackedRows(qkv_format="sbhd", layout=layout, tokens=tokens)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=rows)
         if not self.post_process:
             return hidden

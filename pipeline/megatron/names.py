@@ -36,7 +36,7 @@ EXPERT_PARTS = {"fc1": ("gate_proj", "up_proj"), "fc2": ("down_proj",)}
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A block of a tensor of the checkpoint."""
 
     name: str
@@ -58,7 +58,7 @@ class Held:
 
     name: str
     parameter: nn.Parameter
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
     """Blocks in the order in which the parameter has them."""
     owned: bool
     """True if this rank is the first of the ranks with the same part; the others neither publish nor save it."""
@@ -128,7 +128,7 @@ def held(model: Any, hf: Any) -> Iterator[Held]:
             shape, start = list(extent), [0] * len(extent)
             if cut:
                 shape[dim], start[dim] = extent[dim] * ranks, extent[dim] * rank
-            blocks.append(Block(key, tuple(shape), tuple(start), extent))
+            blocks.append(TensorBlock(key, tuple(shape), tuple(start), extent))
         same = parallel_state.get_expert_data_parallel_group() if expert else replicas
         owned = same.rank() == 0 and (cut or expert or rank == 0) and not copied
         yield Held(name, parameter, tuple(blocks), owned, copied, groups)
@@ -138,7 +138,7 @@ def _experts(hf: Any) -> int:
     return int(getattr(hf, "num_experts", 0) or 0) if hf.model_type == "qwen3_moe" else 0
 
 
-def absent_experts(found: list[Held], hf: Any) -> Iterator[Block]:
+def absent_experts(found: list[Held], hf: Any) -> Iterator[TensorBlock]:
     """Yield the tensors of experts of this stage's layers that other ranks have, as blocks without entries."""
     for one in found:
         if ".experts.local_experts.0." not in one.name:
@@ -150,4 +150,4 @@ def absent_experts(found: list[Held], hf: Any) -> Iterator[Block]:
             for number in range(_experts(hf)):
                 name = f"{before}.mlp.experts.{number}.{part}"
                 if name not in own:
-                    yield Block(name, block.shape, (0,) * len(block.shape), (0, *block.shape[1:]))
+                    yield TensorBlock(name, block.shape, (0,) * len(block.shape), (0, *block.shape[1:]))

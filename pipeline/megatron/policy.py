@@ -26,7 +26,7 @@ from pipeline.models.packing import ImageInputs
 from pipeline.models.policy import Policy
 from pipeline.models.routes import Routers
 from pipeline.models.weight_files import model_files
-from pipeline.weights.publish import Part
+from pipeline.weights.publish import WeightPart
 
 
 class MegatronPolicy(Policy):
@@ -63,12 +63,12 @@ class MegatronPolicy(Policy):
         """Return the parameters of this rank, with their blocks of the checkpoint's tensors."""
         return list(held(self.inner, self.hf))
 
-    def parts(self, rank: int, dtype: torch.dtype) -> Iterator[Part]:
+    def parts(self, rank: int, dtype: torch.dtype) -> Iterator[WeightPart]:
         """Yield this rank's parts of all tensors of its stage, in one order on all ranks of the stage; see
         `weights.publish.parts`."""
         found = self.held()
         blocks = {
-            block.name: Part(block.name, block.shape, dtype, part, block.start)
+            block.name: WeightPart(block.name, block.shape, dtype, part, block.start)
             for one in found
             if not one.copied
             for block, part in zip(one.blocks, one.divided(one.parameter.detach()), strict=True)
@@ -77,9 +77,9 @@ class MegatronPolicy(Policy):
         for one in found:
             for block in () if one.copied else one.blocks:
                 if block.name not in owned:
-                    blocks[block.name] = Part(block.name, block.shape, dtype)
+                    blocks[block.name] = WeightPart(block.name, block.shape, dtype)
         for block in absent_experts(found, self.hf):
-            blocks[block.name] = Part(block.name, block.shape, dtype)
+            blocks[block.name] = WeightPart(block.name, block.shape, dtype)
         for name in sorted(blocks):
             yield blocks[name]
 
@@ -88,7 +88,7 @@ class MegatronPolicy(Policy):
         kind = dtype or self.inner.config.params_dtype
         for stage in range(self.stage.count):
             own = list(self.parts(dist.get_rank(), kind)) if stage == self.stage.number else []
-            places = [None] * dist.get_world_size()
+            places: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(places, sorted({_layer(part.name) for part in own}))
             for layer in sorted({name for names in places for name in names or ()}):
                 mine = [

@@ -19,7 +19,14 @@ MISSING = (
 SIZES = {
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
-    *("num_experts", "num_experts_per_tok", "tie_word_embeddings", "attention_bias"),
+    *(
+        "norm_topk_prob",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "tie_word_embeddings",
+        "attention_bias",
+    ),
 }
 """Entries that are converted."""
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -29,7 +36,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
-    "norm_topk_prob": (True,),
     "pretraining_tp": (1,),
 }
 """Entries for which only these values can be computed."""
@@ -64,6 +70,11 @@ def unknown(config: Mapping[str, Any]) -> Iterator[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         yield f"its positions are scaled (rope_type={kind})"
+    elif more := sorted(rope.keys() - {"rope_type", "type", "rope_theta"}):
+        yield f"its positions have the entry {more[0]}, which is not known"
+    if family == "qwen3_moe" and config.get("norm_topk_prob") is not True:
+        # The class of transformers does not divide by the sum unless config.json says so.
+        yield "its experts' weights do not add up to 1 (norm_topk_prob)"
     if config.get("attention_bias") and family != "qwen2":
         yield "its attention has biases in all projections (attention_bias)"
 

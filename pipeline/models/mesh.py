@@ -25,7 +25,7 @@ from pipeline.upstream.torch import share_deadline
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A stage of a pipeline: this rank's part of the layers."""
 
     number: int = 0
@@ -62,7 +62,7 @@ class Mesh:
     sequence: DeviceMesh | None = None
     """One-dimensional mesh of the ranks that each compute a part of the positions; None if each computes all."""
 
-    stage: Stage = Stage()
+    stage: PipelineStage = PipelineStage()
     """This rank's stage of a pipeline."""
 
     @property
@@ -127,7 +127,7 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world, tensor, replicas, stages = dist.get_world_size(), parallel.tensor, parallel.replicate, parallel.pipeline
-    same_rows, sequence, stage = parallel.ranks_with_same_rows, None, Stage()
+    same_rows, sequence, stage = parallel.ranks_with_same_rows, None, PipelineStage()
     if same_rows * replicas == 1:
         flat = init_device_mesh(device.type, (world,))
         return Mesh(flat, flat)
@@ -140,7 +140,7 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
     names = ("pipeline", "replicate", "fsdp", "tensor")
     whole = _device_mesh(device, (stages, replicas, world // (tensor * replicas * stages), tensor), names)
     if stages > 1:
-        stage = Stage(whole["pipeline"].get_local_rank(), stages, whole["pipeline"].get_group())
+        stage = PipelineStage(whole["pipeline"].get_local_rank(), stages, whole["pipeline"].get_group())
     data = whole["replicate", "fsdp"] if replicas > 1 else whole["fsdp"]
     if tensor == 1:
         return Mesh(data, whole["fsdp"], sequence=sequence, stage=stage)

@@ -27,7 +27,7 @@ from pipeline.models.head import (
     top_log_probs,
 )
 from pipeline.models.lora import inject, policy_class
-from pipeline.models.mesh import Mesh, Stage
+from pipeline.models.mesh import Mesh, PipelineStage
 from pipeline.models.packing import ImageInputs
 from pipeline.models.pretrained import (
     PREFIX,
@@ -58,10 +58,10 @@ class Policy(Pretrained):
     training mode after dropout was switched off.
     """
 
-    def __init__(self, lm: Any, image_reader: ImageReader | None = None, stage: Stage | None = None) -> None:
+    def __init__(self, lm: Any, image_reader: ImageReader | None = None, stage: PipelineStage | None = None) -> None:
         super().__init__(lm)
         self.image_reader = image_reader
-        self.stage = stage or Stage()
+        self.stage = stage or PipelineStage()
         self.borrowed = frozenset(PREFIX + name for name in borrowed(lm, self.stage))
         self.processor = image_reader and image_reader.vision.processor
         config = lm.config.get_text_config()

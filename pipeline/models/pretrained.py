@@ -13,7 +13,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
-from pipeline.models.mesh import Mesh, Stage
+from pipeline.models.mesh import Mesh, PipelineStage
 from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
 from pipeline.models.precision import torch_dtype
@@ -37,7 +37,7 @@ class Pretrained(nn.Module):
 
     processor: Any = None
     """The model's processor of images, which is saved with it; None for a model of text."""
-    stage = Stage()
+    stage = PipelineStage()
     """The stage of a pipeline that this model is."""
     borrowed: frozenset[str] = frozenset()
     """Names of weights that another stage publishes and saves."""

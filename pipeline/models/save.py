@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.models.lora import published
-from pipeline.models.mesh import Stage
+from pipeline.models.mesh import PipelineStage
 from pipeline.models.state import is_weight
 
 FILE_BYTES = 2 * 2**30
@@ -135,7 +135,7 @@ def gathered_blocks(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
     if own := getattr(model, "blocks", None):
         yield from own(dtype)
         return
-    stage: Stage = getattr(model, "stage", Stage())
+    stage: PipelineStage = getattr(model, "stage", PipelineStage())
     rank = dist.get_rank() if dist.is_initialized() else 0
     if stage.count == 1:
         yield from _gathered(model, rank == 0, dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import short_reason
 from pipeline.models.layers import deal_layers
-from pipeline.models.mesh import Stage
+from pipeline.models.mesh import PipelineStage
 
 
 class Absent(nn.Module):
@@ -34,7 +34,7 @@ class _Doubled(nn.Module):
         return 2 * hidden_states + 1
 
 
-def cut(lm: Any, stage: Stage) -> None:
+def cut(lm: Any, stage: PipelineStage) -> None:
     """Replace the modules of other stages in `lm`, in place.
 
     Args:
@@ -85,7 +85,7 @@ def _after(decoder: Any) -> list[str]:
     ]
 
 
-def borrowed(lm: Any, stage: Stage) -> frozenset[str]:
+def borrowed(lm: Any, stage: PipelineStage) -> frozenset[str]:
     """Return the names of weights of this stage that the first stage has too, and publishes and saves."""
     weight = getattr(lm.get_input_embeddings(), "weight", None)
     if stage.first or weight is None:

@@ -1,6 +1,5 @@
 """Check the settings of a run that Megatron's layers train (`actor.strategy=megatron`)."""
 
-import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -23,10 +22,13 @@ def problems(config: Config) -> Iterator[str]:
             "actor.strategy=megatron needs GPUs, since Megatron runs on nothing else; set trainer.use_gpu=true, or "
             "actor.strategy=fsdp"
         )
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
         yield MISSING
-    elif (found := metadata.version("megatron-core")) != VERSION:
-        yield f"megatron-core {found} is installed, and actor.strategy=megatron is proven with {VERSION}; install that"
+    else:
+        if found.partition("+")[0] != VERSION:
+            yield f"megatron-core {found} is here, and actor.strategy=megatron is proven with {VERSION}; install that"
     yield from sentences(config, _settings(config))
     path = config.model.path
     if path and (model := read_model(path)):

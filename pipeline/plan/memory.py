@@ -26,7 +26,7 @@ from pipeline.derived import (
 )
 from pipeline.models import adapter
 from pipeline.plan.models import ModelFiles, read_model
-from pipeline.plan.pipelining import stage_sizes
+from pipeline.plan.pipelining import megatron_bytes, stage_sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -199,6 +199,9 @@ def _estimate(config: Config, models: Models, stage: int) -> Memory:
         parameters = replicas[name]
         dtype = scoring_model(config.model, scorer, fsdp).dtype
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
+    gathered = _gathered(config, trained)
+    if config.actor.strategy == "megatron":
+        of_actor, gathered = megatron_bytes(config, trained), 0
     activations, kept = (size.held * part for part in _activations(config, trained))
 
     def frozen_part(other: ModelFiles | None, dtype: str) -> int | None:
@@ -235,7 +238,7 @@ def _estimate(config: Config, models: Models, stage: int) -> Memory:
         critic_weights=of_critic[0] if uses_critic(config) else 0,
         critic_optimizer=of_critic[2] if uses_critic(config) else 0,
         version=4 * adapter.count(lora, model.matrices) if lora.alone else model.parameters * engine_element,
-        train_gathered=_gathered(config, trained),
+        train_gathered=gathered,
         train_activations=activations - kept,
         train_kept=kept,
         train_reference=train_reference,

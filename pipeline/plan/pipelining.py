@@ -90,6 +90,28 @@ def hidden_bytes(config: Config, tokens: int, width: int, element: int, stage: i
     return own * (passes * (stage < parallel.pipeline - 1) + trained * (stage > 0))
 
 
+def megatron_bytes(config: Config, model: ModelFiles) -> tuple[int, int, int]:
+    """Return the bytes of (weights, gradients, optimiser state) of a train worker of Megatron.
+
+    A rank keeps its part of the stage's weights, and gradients of these in float32. The ranks with the same part divide
+    AdamW's averages and, of weights that are not float32, the float32 masters.
+
+    Args:
+        config: the settings.
+        model: sizes of a stage.
+    """
+    parallel = config.actor.parallel
+    half = config.actor.fsdp.compute_dtype(config.model.dtype, config.trainer.use_gpu) != "float32"
+    ranks = max(1, config.trainer.num_workers // parallel.pipeline)
+    width = model.size("moe_intermediate_size", model.size("intermediate_size"))
+    experts = min(model.parameters, 3 * model.experts[1] * model.size("hidden_size") * width * model.layers)
+    own = {parallel.tensor: model.parameters - experts}
+    own[parallel.expert] = own.get(parallel.expert, 0) + experts
+    held = sum(count // parts for parts, count in own.items())
+    divided = sum(count // parts // max(1, ranks // parts) for parts, count in own.items())
+    return (2 if half else 4) * held, 4 * held, (12 if half else 8) * divided
+
+
 def bubbles(config: Config) -> Iterator[str]:
     """Yield a sentence if the pipeline has few micro-batches, so that its stages wait."""
     stages, passes = config.actor.parallel.pipeline, micro_batches(config)

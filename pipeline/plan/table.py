@@ -200,8 +200,13 @@ def _mesh(plan: Plan) -> Iterator[str]:
     dimensions |= {"sequence": parallel.sequence, "tensor": tensor}
     optional = ("pipeline", "sequence")
     used = " x ".join(f"{name} {size}" for name, size in dimensions.items() if name not in optional or size > 1)
-    experts = f", experts over the {tensor} of tensor" if parallel.expert > 1 else ""
-    yield f"{used} = {workers} train worker{'s' * (workers > 1)}; weights over {workers // replicate}{experts}"
+    megatron = plan.config.actor.strategy == "megatron"
+    over = f"{parallel.expert} ranks" if megatron else f"the {tensor} of tensor"
+    experts = f", experts over {over}" if parallel.expert > 1 else ""
+    divided = f"weights over {workers // replicate}"
+    if megatron:
+        divided = f"Megatron's layers, weights over {stages * tensor}, optimiser state over {workers}"
+    yield f"{used} = {workers} train worker{'s' * (workers > 1)}; {divided}{experts}"
     rows = plan.rows_per_iteration // plan.actor.mini_batches
     each, same = f"{rows // groups} of the {rows} rows of a mini-batch", tensor * parallel.sequence
     in_stages = f" and the ranks in their places of all {stages} stages" if stages > 1 else ""

@@ -27,7 +27,7 @@ from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
-from pipeline.train.strategy import Prepared
+from pipeline.train.strategy import ReadyModel
 
 
 class Learner(ABC):
@@ -45,7 +45,7 @@ class Learner(ABC):
     def __init__(
         self,
         name: str,
-        prepared: Prepared,
+        prepared: ReadyModel,
         config: ActorConfig | CriticConfig,
         shape: UpdateShape,
         device: torch.device,

@@ -18,7 +18,7 @@ from pipeline.train.optim import build_optimizer, build_scheduler
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ReadyModel:
     """A model that is ready to train."""
 
     module: Any
@@ -36,7 +36,7 @@ def fsdp(
     device: torch.device,
     share_prompts: str,
     mesh: Mesh,
-) -> Prepared:
+) -> ReadyModel:
     """Shard a model with FSDP2, in place; a collective.
 
     Args:
@@ -53,10 +53,10 @@ def fsdp(
     optimizer = build_optimizer(module, config.optim, config.fsdp.offload)
     scheduler = build_scheduler(optimizer, config.optim, steps)
     backend = make_backend(module, optimizer, mesh, device, not config.fsdp.reshard_after_forward)
-    return Prepared(module, passes, optimizer, scheduler, backend)
+    return ReadyModel(module, passes, optimizer, scheduler, backend)
 
 
-def megatron(model: ModelConfig, config: ActorConfig, steps: int, device: torch.device, mesh: Mesh) -> Prepared:
+def megatron(model: ModelConfig, config: ActorConfig, steps: int, device: torch.device, mesh: Mesh) -> ReadyModel:
     """Load a policy into Megatron's layers; a collective.
 
     Args:
@@ -76,4 +76,4 @@ def megatron(model: ModelConfig, config: ActorConfig, steps: int, device: torch.
     policy = load_megatron(model, config.parallel, mesh, device, dtype)
     backend = MegatronBackend(policy, config.optim, device)
     scheduler = build_scheduler(backend.optimizer, config.optim, steps)
-    return Prepared(policy, Passes(True, model.share_prompts != "never"), backend.optimizer, scheduler, backend)
+    return ReadyModel(policy, Passes(True, model.share_prompts != "never"), backend.optimizer, scheduler, backend)

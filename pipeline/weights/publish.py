@@ -32,7 +32,7 @@ NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """This rank's part of a tensor."""
 
     name: str
@@ -72,7 +72,7 @@ def parts(
     rename: Callable[[str], str] = str,
     adapter_alone: bool = False,
     first: int = 0,
-) -> Iterator[Part]:
+) -> Iterator[WeightPart]:
     """Yield this rank's parts of the tensors that are published to engines (`lora.published`), without a collective
     unless the model has adapters.
 
@@ -85,13 +85,13 @@ def parts(
         first: first rank that has the model; above 0 for later stages of a pipeline.
     """
     if own := getattr(model, "parts", None):
-        made: Iterator[Part] = own(rank, dtype)
+        made: Iterator[WeightPart] = own(rank, dtype)
         return made
     return (_part(rename(name), tensor, rank, dtype, first) for name, tensor in published(model, adapter_alone))
 
 
-def _part(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype, first: int) -> Part:
-    return Part(name, tuple(tensor.shape), travels_as(tensor, dtype), *local_part(tensor, rank, first))
+def _part(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype, first: int) -> WeightPart:
+    return WeightPart(name, tuple(tensor.shape), travels_as(tensor, dtype), *local_part(tensor, rank, first))
 
 
 def local_part(parameter: torch.Tensor, rank: int, first: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -138,14 +138,14 @@ def local_part(parameter: torch.Tensor, rank: int, first: int = 0) -> tuple[torc
     return local if owns else local.new_empty(0), start
 
 
-def buckets(weights: Iterable[Part], limit: int) -> Iterator[list[Part]]:
+def buckets(weights: Iterable[WeightPart], limit: int) -> Iterator[list[WeightPart]]:
     """Divide tensors, in order, into groups of at most `limit` bytes. A tensor with more bytes is a group by itself.
 
     Args:
         weights: parts of the tensors; the sizes of the whole tensors count.
         limit: most bytes of a group, over all ranks.
     """
-    group: list[Part] = []
+    group: list[WeightPart] = []
     size = 0
     for part in weights:
         if group and size + part.whole_bytes > limit:
@@ -159,7 +159,7 @@ def buckets(weights: Iterable[Part], limit: int) -> Iterator[list[Part]]:
 
 @torch.no_grad()
 def pack(
-    weights: Iterable[Part],
+    weights: Iterable[WeightPart],
     rank: int,
     limit: int,
     put: Callable[[Any], Any],
@@ -206,7 +206,7 @@ def pack(
     return Shard(rank, pieces, refs, checksums, adapter=adapter)
 
 
-def _places(group: Sequence[Part]) -> tuple[list[int], int]:
+def _places(group: Sequence[WeightPart]) -> tuple[list[int], int]:
     """Return the byte offset of each of a rank's parts in a bucket, and the number of bytes of the bucket.
 
     Parts with large entries come first (8 bytes, then 4, ...), so that every part is aligned.
@@ -218,7 +218,7 @@ def _places(group: Sequence[Part]) -> tuple[list[int], int]:
     return offsets, size
 
 
-def held_bytes(weights: Iterable[Part], limit: int) -> int:
+def held_bytes(weights: Iterable[WeightPart], limit: int) -> int:
     """Return the number of bytes of all buckets that `pack` fills on this rank, each rounded up to a multiple of
     `ALIGNED`. Arguments are as in `pack`."""
     return sum(-(-_places(group)[1] // ALIGNED) * ALIGNED for group in buckets(weights, limit))
@@ -266,7 +266,7 @@ class WeightPublisher:
     ) -> None:
         self._rank, self._dtype, self._limit, self._adapter = rank, dtype, limit, adapter
         self._mesh = mesh
-        self._stages: list[list[Part]] | None = None
+        self._stages: list[list[WeightPart]] | None = None
         """Parts without blocks of each stage's tensors, once they are known."""
         self._put: Callable[[Any], Any] = memory.put if memory else put
         self._rename, self._memory = rename, memory or Staging()
@@ -302,7 +302,7 @@ class WeightPublisher:
         weights = parts(model, self._rank, self._dtype, self._rename, alone, first)
         return pack(self._in_all_stages(weights), self._rank, self._limit, put, self._memory, self._adapter)
 
-    def _in_all_stages(self, own: Iterable[Part]) -> Iterable[Part]:
+    def _in_all_stages(self, own: Iterable[WeightPart]) -> Iterable[WeightPart]:
         """Return the parts of this rank's stage, `own`, with empty parts of all tensors of the other stages around
         them, so that buckets are the same on every rank. A collective at the first call."""
         if self._mesh is None or (stage := self._mesh.stage).count == 1:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, OPTConfig, Qwen3Config, Qwen3MoeConfig
 
 from pipeline.models.layers import deal_layers
-from pipeline.models.mesh import Stage
+from pipeline.models.mesh import PipelineStage
 from pipeline.models.policy import Policy
 from pipeline.models.stages import Absent, borrowed, cut, why_whole
 
@@ -54,7 +54,7 @@ def test_fewer_layers_than_stages_are_refused() -> None:
         deal_layers([1, 1], 0, 0, 3)
     lm = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES | {"num_hidden_layers": 2}))
     with pytest.raises(ValueError, match="actor.parallel.pipeline=3: a model of 2 layers"):
-        cut(lm, Stage(0, 3))
+        cut(lm, PipelineStage(0, 3))
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -71,7 +71,7 @@ def test_stages_after_each_other_are_the_whole_model(config: Any, tie: bool) -> 
     for number in range(3):
         lm = AutoModelForCausalLM.from_config(made)
         lm.load_state_dict(whole.lm.state_dict())
-        stage = Stage(number, 3)
+        stage = PipelineStage(number, 3)
         cut(lm, stage)
         part = Policy(lm, stage=stage)
         own = {name for name, _ in part.named_parameters()}
@@ -85,12 +85,12 @@ def test_stages_after_each_other_are_the_whole_model(config: Any, tie: bool) -> 
 
 def test_the_first_stage_owns_a_tied_head() -> None:
     lm = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, tie_word_embeddings=True))
-    cut(lm, Stage(1, 2))
-    assert borrowed(lm, Stage(1, 2)) == {"model.embed_tokens.weight", "lm_head.weight"}
+    cut(lm, PipelineStage(1, 2))
+    assert borrowed(lm, PipelineStage(1, 2)) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert isinstance(lm.model.layers[0], Absent) and not isinstance(lm.model.layers[4], Absent)
     lm = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, tie_word_embeddings=True))
-    cut(lm, Stage(0, 2))
-    assert not borrowed(lm, Stage(0, 2)) and isinstance(lm.lm_head, Absent)
+    cut(lm, PipelineStage(0, 2))
+    assert not borrowed(lm, PipelineStage(0, 2)) and isinstance(lm.lm_head, Absent)
 
 
 @pytest.mark.parametrize(

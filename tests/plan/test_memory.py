@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 from pipeline.config import ConfigError, load_config
 from pipeline.config.learner import OptimConfig
-from pipeline.plan.memory import Models, estimate
+from pipeline.plan.memory import Models, estimate, read_models
 from pipeline.plan.models import ModelFiles, read_model
-from pipeline.plan.pipelining import bubbles, micro_batches, stage_sizes
+from pipeline.plan.pipelining import bubbles, megatron_bytes, micro_batches, stage_sizes
 from pipeline.train.optim import build_optimizer
 from tests.plan.test_plan import PPO, shown, small
 
@@ -104,6 +104,36 @@ def test_memory_of_stages(tmp_path: Path, tied: bool) -> None:
     text = shown(*run, "actor.parallel.pipeline=2")
     assert "pipeline 2 x replicate 1 x shard 2 x tensor 1 = 4 train workers" in text
     assert "stage 0: layers 0 to 1 and the embedding" in text and "stage 1: layers 2 to 3 and the head" in text
+
+
+def test_memory_of_megatron(tmp_path: Path) -> None:
+    """Eight ranks: two stages of two tensor ranks, so two ranks with the same weights; experts over four."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 10, "vocab_size": 100}
+    sizes |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    shapes = {"model.embed_tokens.weight": [100, 10], "lm_head.weight": [100, 10]}
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.self_attn.q_proj.weight": [40, 10]}
+        for expert in range(4):
+            name = f"model.layers.{layer}.mlp.experts.{expert}"
+            shapes |= {f"{name}.{part}_proj.weight": [20, 10] for part in ("gate", "up")}
+            shapes |= {f"{name}.down_proj.weight": [10, 20]}
+    write_model(tmp_path, shapes, **sizes)
+    run = [f"model.path={tmp_path}", *LENGTHS, "trainer.num_workers=8", "actor.strategy=megatron"]
+    run += ["actor.parallel.tensor=2", "actor.parallel.pipeline=2", "actor.parallel.expert=4"]
+    config = load_config([*run, "model.dtype=bfloat16", "actor.fsdp.param_dtype=bfloat16"])
+    [first, _] = stage_sizes(config, read_model(tmp_path))
+    dense, experts = (1000 + 400) // 2, 4 * 600 // 4
+    assert megatron_bytes(config, first.model) == (
+        2 * (dense + experts),
+        4 * (dense + experts),
+        12 * (dense // 2 + experts),
+    )
+    config.model.dtype, config.actor.fsdp.param_dtype = "float32", None
+    assert megatron_bytes(config, first.model)[2] == 8 * (dense // 2 + experts)
+    models = read_models(config)
+    assert models is not None
+    memory = estimate(config, models)
+    assert memory.train_gathered == 0 and memory.train_weights == 4 * (dense + experts)
 
 
 def test_few_micro_batches_leave_stages_waiting(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_the_policy_is_kept_for_as_many_versions_as_may_be_read(agent: Agent, st
     config.trainer.weight_transport, config.algorithm.max_staleness = "nixl", staleness
     model: Any = Model()
     model.hf_name = lambda name: f"lm.{name}"
-    actor: Any = SimpleNamespace(module=model)
+    actor: Any = SimpleNamespace(module=model, mesh=None)
     made = build_publishers(config, actor, None, 0, CPU)["policy"]
     first = made.pack(model, 0)
     for version in range(1, staleness + 2):

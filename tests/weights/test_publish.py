@@ -254,7 +254,7 @@ def test_a_bucket_that_cannot_be_stored_is_an_error() -> None:
 def test_the_policy_is_published_under_the_names_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Model()
     model.hf_name = lambda name: f"lm.{name}"
-    actor: Any = SimpleNamespace(module=model)
+    actor: Any = SimpleNamespace(module=model, mesh=None)
     monkeypatch.setattr("ray.put", lambda buffer: bytes(buffer))
     made = build_publishers(Config(), actor, None, 0, torch.device("cpu"))["policy"]
     tensors = [*model.named_parameters(), *model.named_buffers()]

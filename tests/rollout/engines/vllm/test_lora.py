@@ -88,13 +88,13 @@ def misplaced() -> str:
     """What an engine says to the adapter of a layer that its model does not have."""
     import torch
 
-    from pipeline.weights.publish import Part, pack, parts
+    from pipeline.weights.publish import WeightPart, pack, parts
 
     place = places.place
     version = place.step()
     layer = "model.layers.7.self_attn.q_proj.lora_"
     shapes = {f"{layer}A.default.weight": (6, 64), f"{layer}B.default.weight": (64, 6)}
-    more = [Part(name, shape, torch.float32, torch.ones(shape), (0, 0)) for name, shape in shapes.items()]
+    more = [WeightPart(name, shape, torch.float32, torch.ones(shape), (0, 0)) for name, shape in shapes.items()]
     weights = [*parts(place.policy, 0, torch.float32, place.policy.hf_name, adapter_alone=True), *more]
     settings = place.versions.shards[version][0].adapter
     place.versions.shards[version] = [pack(weights, 0, 60_000, lambda data: data, adapter=settings)]
