@@ -101,8 +101,8 @@ class ParallelConfig:
 
     pipeline: int = setting(1, at_least=1)
     """Number of pipeline stages. Each stage has some neighbouring layers, divided by the other sizes over the workers
-    of the stage. Workers of different stages see the same rows, and send each other hidden states. For models of which
-    FSDP would gather more over the network than it can hide."""
+    of the stage. Workers of different stages see the same rows, and send each other hidden states. For models with
+    more weights than FSDP can gather over the network while it computes."""
 
     replicate: int = setting(1, at_least=1)
     """Number of copies of the sharded weights (hybrid sharding). Each copy is on neighbouring workers, which gather

@@ -1,6 +1,6 @@
 """Passes of micro-batches by Megatron's schedules, with its gradient buffers and its distributed optimiser (ZeRO-1).
 
-Weights stay where they are: each rank has its part of its stage's layers, and the ranks of a data-parallel group have
+Weights do not move: each rank has its part of its stage's layers, and the ranks of a data-parallel group have
 the same. They divide the optimiser's state, and the sum of gradients, among themselves.
 """
 

@@ -34,11 +34,11 @@ class PackedRows(PackedSeqParams):
 
     layout: Layout | None = None
     tokens: int = 0
-    """Number of positions of this rank, without those that fill up its share to a multiple of the tensor group."""
+    """Number of positions of this rank, before its share is filled up to a multiple of the tensor group."""
 
 
 class PackedAttention(MegatronModule):
-    """Attention over packed rows, in place of Megatron's. Arguments are those of Megatron's core attention."""
+    """Attention over packed rows, in place of Megatron's. The arguments are the same."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
         super().__init__(config=config)

@@ -1,7 +1,7 @@
 """The device on which Megatron runs. Each entry into its code is within `on_device`.
 
-Megatron asks for a GPU at many places without looking first. On GPUs nothing has to be done. The tests of this project
-put a shim here, with which it runs on CPUs (tests/megatron/shim.py).
+Megatron uses a GPU at many places without a check. On GPUs the context does nothing. Tests of this project replace it
+by a shim with which Megatron runs on CPUs (tests/megatron/shim.py).
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -84,7 +84,7 @@ class MegatronPolicy(Policy):
             yield blocks[name]
 
     def blocks(self, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield whole tensors of the checkpoint on rank 0, those of a layer together; see `save.gathered_blocks`."""
+        """Yield whole tensors of the checkpoint on rank 0, layer by layer; see `save.gathered_blocks`."""
         kind = dtype or self.inner.config.params_dtype
         for stage in range(self.stage.count):
             own = list(self.parts(dist.get_rank(), kind)) if stage == self.stage.number else []

@@ -73,7 +73,7 @@ def unknown(config: Mapping[str, Any]) -> Iterator[str]:
     elif more := sorted(rope.keys() - {"rope_type", "type", "rope_theta"}):
         yield f"its positions have the entry {more[0]}, which is not known"
     if family == "qwen3_moe" and config.get("norm_topk_prob") is not True:
-        # The class of transformers does not divide by the sum unless config.json says so.
+        # The class of transformers does not divide by the sum unless config.json sets it.
         yield "its experts' weights do not add up to 1 (norm_topk_prob)"
     if config.get("attention_bias") and family != "qwen2":
         yield "its attention has biases in all projections (attention_bias)"
@@ -83,7 +83,7 @@ def transformer_config(hf: Any, dtype: Any, recompute: bool, groups: Mapping[str
     """Return Megatron's `TransformerConfig`.
 
     Args:
-        hf: configuration of the model, of which nothing is `unknown`.
+        hf: configuration of a model in which `unknown` finds nothing.
         dtype: type of weights and computation.
         recompute: whether activations are computed again in the backward pass.
         groups: sizes of Megatron's groups by their names in its configuration.

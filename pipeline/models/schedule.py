@@ -41,7 +41,7 @@ class StagedBackend(FsdpBackend):
         keeps_weights: whether weights stay gathered between passes (`fsdp.reshard_after_forward=false`). Then gradients
             are summed over ranks once for all micro-batches of a call, unless there is tensor parallelism.
 
-    Raises ValueError if the head is tied to the embedding in one of the stages alone.
+    Raises ValueError if the head is tied to the embedding in only one of the stages.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StagedBackend(FsdpBackend):
         wait for each other.
 
         Args:
-            step: `AHEAD` or `BACK`. Nothing is done if there is no such stage.
+            step: `AHEAD` or `BACK`. Without such a stage nothing is done.
             sent: tensor to send; None sends nothing.
             like: a tensor like the one to receive, or its shape; None receives nothing.
 

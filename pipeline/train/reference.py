@@ -29,7 +29,7 @@ class ShardedReference:
     passes: Passes
     """Whether rows are packed, and whether samples share their prompt."""
     backend: FsdpBackend
-    """Its passes."""
+    """Passes of the model."""
 
     @classmethod
     def load(

@@ -118,7 +118,7 @@ def test_a_reference_in_the_train_workers_is_cut_too(tmp_path: Path, named: Name
     run += [f"scoring.reference.path={tmp_path}/reference", "actor.use_kl_loss=true"]
     assert list(problems(load_config(run))) == []
     [found] = problems(load_config([*run, "scoring.reference.placement=train_workers"]))
-    named(found, "actor.parallel.pipeline=2 scoring.reference.path layers")
+    named(found, "actor.parallel.pipeline=2 scoring.reference.path layer")
 
 
 @pytest.mark.parametrize(("parts", "divides"), [(1, True), (2, True), (3, False), (4, False), (6, True), (12, False)])
