@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -202,3 +203,51 @@ def test_every_layout_trains_as_transformers_in_one_process(
         for layout in layouts:
             same(expected, torch.load(tmp_path / f"{family} {variant} megatron {layout}.pt"))
             same(expected, torch.load(tmp_path / f"{family} {variant} resumed {layout}.pt"))
+
+
+MUTATIONS = {
+    "tied gradients": ("megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads", "pipeline 2"),
+    "norms of a stage": ("megatron.core.optimizer.optimizer.get_grad_norm_fp32", "pipeline 2"),
+    "gradients of norms": (
+        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
+        "tensor 2",
+    ),
+    "metrics": ("pipeline.models.mesh.Mesh.leads", "pipeline 2"),
+}
+"""What is left out, and the layout that shows it."""
+
+
+def mutated_work(rank: int, folder: str, mutation: str) -> None:
+    place, layout = MUTATIONS[mutation]
+    family, variant = "qwen3 tied", "vanilla"
+    if rank == 0:
+        work(rank, folder, f"{family}, {variant}, fsdp, one")
+    torch.set_num_threads(1)
+    shim.install()
+    if mutation == "norms of a stage":
+        import megatron.core.optimizer.optimizer as optimizer
+
+        change: Any = patch.object(
+            optimizer, "get_grad_norm_fp32", lambda grads, **_: float(torch.stack([g.norm() for g in grads]).norm())
+        )
+    elif mutation == "metrics":
+        change = patch(place, lambda self, rank: rank == 0)
+    else:
+        change = patch(place, lambda *_, **__: None)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with change:
+        train(folder, family, "megatron", layout, variant)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_part_that_is_left_out_is_found(tmp_path: Path, mutation: str) -> None:
+    save_family(tmp_path / "qwen3 tied", "qwen3 tied")
+    spawn(mutated_work, str(tmp_path), mutation, ranks=2)
+    name = "qwen3 tied vanilla"
+    expected = torch.load(tmp_path / f"{name} fsdp one.pt")
+    found = torch.load(tmp_path / f"{name} megatron {MUTATIONS[mutation][1]}.pt")
+    with pytest.raises(AssertionError):
+        same(expected, found)
