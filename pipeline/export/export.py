@@ -100,7 +100,7 @@ def export(
     else:
         named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
         lm.generation_config = _generation_config(model, ends, config.rollout.val_kwargs)
-    weights = _saved_weights(lm, named, checkpoint.path)
+    weights = _saved_weights(lm, named, checkpoint.path, config.actor.strategy == "megatron" and not critic)
     with written_whole(out, replace) as partial:
         with generation_as_it_is(lm, partial):
             lm.save_pretrained(partial, state_dict=weights)
@@ -263,18 +263,23 @@ def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
     return named
 
 
-def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path, as_files: bool = False) -> dict[str, Tensor]:
     """Select the weights that `lm` saves; a tied weight is saved under its first name only.
 
     Args:
         lm: the model, without weights.
         named: the weights by their names in `lm`.
         source: the checkpoint, for error messages.
+        as_files: whether the weights have the names of files of the model, as Megatron's have, and not of `lm`.
 
     Raises:
         ValueError: a weight is missing or has another shape.
     """
     expected = dict(tensors(lm))
+    if as_files:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        expected = dict(revert_weight_conversion(lm, expected))
     for name, tensor in expected.items():
         shape = list(named[name].shape) if name in named else None
         if shape != list(tensor.shape):

@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from pipeline.config.learner import OptimConfig
-from pipeline.megatron.checkpoint import load_training_state, training_state
+from pipeline.megatron.checkpoint import load_training_state, set_master, training_state
 from pipeline.megatron.device import on_device
-from pipeline.megatron.policy import MegatronPolicy
+from pipeline.megatron.policy import MegatronPolicy, read
 from pipeline.models.backend import FsdpBackend, Result
 from pipeline.models.head import HeadOutput
 from pipeline.models.packing import MicroBatch
@@ -33,6 +33,8 @@ class MegatronBackend(FsdpBackend):
         config: settings of the optimiser.
         device: this rank's device.
     """
+
+    strategy = "megatron"
 
     def __init__(self, policy: MegatronPolicy, config: OptimConfig, device: torch.device) -> None:
         self._stage, self._device = policy.stage, device
@@ -55,10 +57,14 @@ class MegatronBackend(FsdpBackend):
         for group in optimizer.param_groups:
             # Megatron's own schedule would apply the factor.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            self.optimizers: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+            """One for all parameters but experts, and one for experts, if the model has some."""
+            if settings.bf16:
+                # The masters keep what the weights are rounded from.
+                for one, value in read(policy, policy.lm.name_or_path):
+                    set_master(one, self.optimizers, value)
         super().__init__(policy, None)
         self.optimizer: Any = optimizer
-        self.optimizers: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-        """One for all parameters but experts, and one for experts, if the model has some."""
 
     def run(
         self,

@@ -82,8 +82,17 @@ def training_state(policy: MegatronPolicy, optimizers: list[Any]) -> dict[str, A
 
 
 @torch.no_grad()
+def set_master(one: Held, optimizers: list[Any], value: Tensor) -> None:
+    """Set the numbers that the optimiser steps to `value`, which has the parameter's shape."""
+    if (found := _shard_of(one, optimizers)) is not None:
+        _, main, begin, end = found
+        main.copy_(value.flatten()[begin:end].to(main).view_as(main))
+
+
+@torch.no_grad()
 def load_training_state(policy: MegatronPolicy, optimizers: list[Any], state: dict[str, Any]) -> None:
-    """Put weights, masters and averages of `state`, a loaded `training_state`, into place."""
+    """Put weights, masters and averages of `state`, a loaded `training_state`, into place. Without `optimizer` in it,
+    only weights."""
     for one in policy.held():
 
         def joined(names: list[str], place: str, one: Held = one) -> Tensor:
@@ -91,6 +100,9 @@ def load_training_state(policy: MegatronPolicy, optimizers: list[Any], state: di
 
         names = [block.name for block in one.blocks]
         one.parameter.copy_(joined(names, "model"))
+        if "optimizer" not in state:
+            set_master(one, optimizers, one.parameter)
+            continue
         found = _shard_of(one, optimizers)
         if found is None:
             continue

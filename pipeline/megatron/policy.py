@@ -186,16 +186,18 @@ def load_megatron(
         folder = model_folder(config.path or "", "model.path")
         skeleton.name_or_path = skeleton.config._name_or_path = str(folder or config.path)
         policy = MegatronPolicy(inner, skeleton, mesh)
-        _read(policy, Path(folder or model_files(config.path) or ""), config.path or "")
+        with torch.no_grad():
+            for one, value in read(policy, config.path or ""):
+                one.parameter.copy_(value)
     return policy.train()
 
 
-@torch.no_grad()
-def _read(policy: MegatronPolicy, folder: Path, path: str) -> None:
-    """Read this rank's slices of the weights in `folder`, the model `path`.
+def read(policy: MegatronPolicy, path: str) -> Iterator[tuple[Held, Tensor]]:
+    """Yield each parameter of this rank with its value in the checkpoint `path`, in the checkpoint's dtype.
 
     Raises ValueError if weights are missing or have another shape.
     """
+    folder = Path(model_folder(path, "model.path") or model_files(path) or "")
     places: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
         opened = safe_open(file, framework="pt")
@@ -212,4 +214,4 @@ def _read(policy: MegatronPolicy, folder: Path, path: str) -> None:
                     f"{list(block.shape)}"
                 )
             parts.append(stored[block.slices])
-        one.parameter.copy_(one.joined([part.to(one.parameter.dtype) for part in parts]))
+        yield one, one.joined(parts)

@@ -57,6 +57,12 @@ def _settings(config: Config) -> dict[str, object]:
         f"{{actor.fsdp.reduce_dtype}} {with_}: gradients are summed in float32; leave it out": (
             actor.fsdp.reduce_dtype != "float32"
         ),
+        f"{{actor.fsdp.reshard_after_forward}} {with_}: every rank keeps its weights; leave it out": (
+            not actor.fsdp.reshard_after_forward
+        ),
+        f"{{model.attn_implementation}} {with_}: it attends over packed rows with sdpa; set it to sdpa": (
+            model.attn_implementation != "sdpa"
+        ),
         f"{{actor.parallel.replicate}} {with_}: every rank keeps its weights, so copies need no setting; set it to 1": (
             parallel.replicate > 1
         ),

@@ -62,6 +62,9 @@ class Trained(Protocol):
 class KeepsState(Protocol):
     """A backend with a training state of its own form."""
 
+    strategy: str
+    """Value of `actor.strategy`."""
+
     def training_state(self) -> dict[str, Any]:
         """Return the state, as tensors that `dcp` saves from or loads into; a collective."""
 
@@ -169,6 +172,7 @@ class Saver:
                 **own,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
+                "strategy": strategy_of(learners),
                 "world_size": ranks.count(),
                 "mlflow_run_id": mlflow_run.strip() if mlflow_run else None,
             }
@@ -379,6 +383,12 @@ def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
         trained = {name: tensor for name, tensor in model.items() if name not in untrained}
         state[learner.name] = {"model": trained, "optimizer": {"state": optimizer["state"]}}
     return state
+
+
+def strategy_of(learners: Sequence[Trained]) -> str:
+    """Return the form of the training state of `learners`: `fsdp`, or the `actor.strategy` with another form."""
+    backends = (getattr(learner, "backend", None) for learner in learners)
+    return next((backend.strategy for backend in backends if isinstance(backend, KeepsState)), "fsdp")
 
 
 def frozen(learner: Trained) -> set[str]:

@@ -44,7 +44,7 @@ from pipeline.storage.manifest import wrong_content
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
-from pipeline.train.checkpoint import DEADLINE, KeepsState, Trained, frozen, retry, training_state
+from pipeline.train.checkpoint import DEADLINE, KeepsState, Trained, frozen, retry, strategy_of, training_state
 from pipeline.train.optim import LOW, set_steps
 
 
@@ -167,6 +167,7 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
 
     `place` names the checkpoint in errors. Returns the content of `progress.json`.
     """
+    _check_strategy(folder, place, learners)
     state = training_state(learners)
     rng = folder / f"rng_{ranks.rank()}.pt"
     try:
@@ -200,15 +201,30 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
     return progress
 
 
+def _check_strategy(folder: Path, place: str, learners: Sequence[Trained]) -> None:
+    """Raise FinalError if the checkpoint in the local `folder`, named `place`, has the form of another strategy."""
+    written = json.loads((folder / PROGRESS).read_text()).get("strategy", "fsdp")
+    if written != (own := strategy_of(learners)):
+        raise FinalError(
+            f"the checkpoint {place} was written with actor.strategy={written}, and a run with actor.strategy={own} "
+            f"cannot read it; set actor.strategy={written}, or begin a new run with model.path= its exported model "
+            "(slipstream export)"
+        )
+
+
 def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None:
     """Load only the weights of the checkpoint in the local `folder`, for each learner that it has.
 
     `place` names the checkpoint in errors.
     """
     state = {}
+    _check_strategy(folder, place, learners)
     try:
         there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
         for learner in (learner for learner in learners if learner.name in there):
+            if isinstance(backend := getattr(learner, "backend", None), KeepsState):
+                state[learner.name] = {"model": backend.training_state()["model"]}
+                continue
             weights, untrained = get_model_state_dict(learner.module), frozen(learner)
             state[learner.name] = {"model": {name: weight for name, weight in weights.items() if name not in untrained}}
         load_checkpoint(state, folder)
@@ -216,6 +232,9 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None
         raise FinalError(f"trainer.resume={place} cannot be loaded: {short_reason(error)}; name another one") from error
     for learner in learners:
         if learner.name in state:
+            if isinstance(backend := getattr(learner, "backend", None), KeepsState):
+                backend.load_training_state(state[learner.name])
+                continue
             options = StateDictOptions(strict=not frozen(learner))
             set_model_state_dict(learner.module, state[learner.name]["model"], options=options)
 

@@ -47,6 +47,8 @@ def run(folder: Path, model: dict[str, Any], *settings: str) -> list[str]:
         (MODEL, ["actor.optim.name=adamw_8bit"], "actor.optim.name=adamw_8bit actor.strategy"),
         (MODEL, ["actor.fsdp.offload=optimizer"], "actor.fsdp.offload=optimizer actor.strategy"),
         (MODEL, ["actor.fsdp.reduce_dtype=bfloat16"], "actor.fsdp.reduce_dtype=bfloat16 actor.strategy"),
+        (MODEL, ["actor.fsdp.reshard_after_forward=false"], "actor.fsdp.reshard_after_forward actor.strategy"),
+        (MODEL, ["model.attn_implementation=eager"], "model.attn_implementation=eager actor.strategy"),
         (MODEL, ["actor.parallel.replicate=2"], "actor.parallel.replicate=2 actor.strategy"),
         (
             MODEL,

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +22,8 @@ from transformers import (
 from pipeline.advantage.kl_controller import FixedKL
 from pipeline.config import Config
 from pipeline.config.learner import ParallelConfig
+from pipeline.errors import FinalError
+from pipeline.export.export import _saved_weights, read_weights
 from pipeline.models.fsdp import full_state_dict
 from pipeline.storage.checkpoints import FOLDER, folder_name
 from pipeline.train import ranks
@@ -167,6 +170,15 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert_same(one["state"], other["state"], TOLERANCE)
 
 
+def exports(checkpoint: Path, family: str, state: dict[str, torch.Tensor]) -> None:
+    """A checkpoint holds the weights under the names of a model's files."""
+    kind, config = FAMILIES[family]
+    with torch.device("meta"):
+        lm = kind(config)
+    weights = _saved_weights(lm, read_weights(checkpoint, "actor"), checkpoint, as_files=True)
+    assert {name: tensor.shape for name, tensor in weights.items()} == {name: t.shape for name, t in state.items()}
+
+
 DENSE = (
     *("one", "data 2", "tensor 2", "pipeline 2", "context 2"),
     *("pipeline 2 x data 2", "pipeline 2 x tensor 2", "tensor 2 x context 2"),
@@ -203,6 +215,7 @@ def test_every_layout_trains_as_transformers_in_one_process(
         for layout in layouts:
             same(expected, torch.load(tmp_path / f"{family} {variant} megatron {layout}.pt"))
             same(expected, torch.load(tmp_path / f"{family} {variant} resumed {layout}.pt"))
+            exports(tmp_path / f"{family} {variant} {layout}" / FOLDER / folder_name(1), family, expected["state"])
 
 
 MUTATIONS = {
@@ -251,3 +264,46 @@ def test_a_part_that_is_left_out_is_found(tmp_path: Path, mutation: str) -> None
     found = torch.load(tmp_path / f"{name} megatron {MUTATIONS[mutation][1]}.pt")
     with pytest.raises(AssertionError):
         same(expected, found)
+
+
+def rounded_work(rank: int, folder: str) -> None:
+    """Steps in bfloat16, with the masters before the first one; and what resumes a checkpoint of FSDP."""
+    torch.set_num_threads(1)
+    shim.install()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    config = settings(f"{folder}/qwen3", "megatron", ParallelConfig(tensor=2), "vanilla", False)
+    config.actor.fsdp.param_dtype = "bfloat16"
+    actor = build_actor(config, CPU, 100)
+    assert {parameter.dtype for parameter in actor.module.parameters()} == {torch.bfloat16}
+    stored = load_file(f"{folder}/qwen3/model.safetensors")
+    for name, value in actor.backend.training_state()["optimizer"].items():
+        if name.endswith(".master"):
+            assert torch.equal(value.local, stored[name.removesuffix(".master")][value.block.slices])
+    metrics = step(actor, rows(0, False))
+    with pytest.raises(FinalError, match="actor.strategy=fsdp, and a run with actor.strategy=megatron cannot read it"):
+        restore([actor], FixedKL(0.0), f"{folder}/run")
+    if rank == 0:
+        torch.save(metrics, f"{folder}/rounded.pt")
+    dist.destroy_process_group()
+
+
+def exact_work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/one", 1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=1)
+    actor = build_actor(settings(f"{folder}/qwen3", "fsdp", ParallelConfig(), "vanilla", False), CPU, 100)
+    metrics = step(actor, rows(0, False))
+    write_checkpoint([actor], f"{folder}/run/{FOLDER}/{folder_name(1)}")
+    torch.save(metrics, f"{folder}/exact.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_masters_have_what_bfloat16_weights_are_rounded_from(tmp_path: Path) -> None:
+    save_family(tmp_path / "qwen3", "qwen3")
+    spawn(exact_work, str(tmp_path), ranks=1)
+    spawn(rounded_work, str(tmp_path), ranks=2)
+    rounded, exact = torch.load(tmp_path / "rounded.pt"), torch.load(tmp_path / "exact.pt")
+    assert rounded["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.03)
+    assert rounded["actor/grad_norm"] != exact["actor/grad_norm"]

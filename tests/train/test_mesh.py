@@ -23,7 +23,7 @@ from pipeline.stats import reduce
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name
 from pipeline.store.cursor import PromptCursor
 from pipeline.train import ranks
-from pipeline.train.checkpoint import training_state
+from pipeline.train.checkpoint import strategy_of, training_state
 from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
 from pipeline.train.restore import restore
@@ -219,7 +219,7 @@ def write_checkpoint(learners: list[Learner], folder: str) -> None:
         steps = {learner.name: learner.scheduler.last_epoch for learner in learners}
         cursor = PromptCursor().to_json()
         progress = {"version": 1, "cursor": cursor, "validated": False, "kl_coef": 0.0, "scheduler_steps": steps}
-        Path(folder, PROGRESS).write_text(json.dumps(progress | {"world_size": 1}))
+        Path(folder, PROGRESS).write_text(json.dumps(progress | {"world_size": 1, "strategy": strategy_of(learners)}))
         Path(folder, complete_name(0)).touch()
 
 
