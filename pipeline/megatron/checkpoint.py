@@ -124,11 +124,10 @@ def _gathered(one: Held, optimizers: list[Any]) -> dict[str, Tensor]:
 
     A collective of the ranks with the same part, which each have a range of the numbers.
     """
-    expert = ".experts." in one.name
     group = (
-        parallel_state.get_expert_data_parallel_group()
-        if expert
-        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if one.expert is None
+        else parallel_state.get_expert_data_parallel_group()
     )
     found = _shard_of(one, optimizers)
     result: dict[str, Tensor] = {}

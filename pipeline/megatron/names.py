@@ -66,6 +66,8 @@ class Held:
     """True for the embedding as the head of the last stage, if the first stage has it too."""
     groups: int
     """Number of groups of heads in this part, for `linear_qkv`."""
+    expert: int | None
+    """Number of the expert; None outside of experts."""
 
     def divided(self, value: Tensor) -> list[Tensor]:
         """Return the blocks of `value`, which has the parameter's shape."""
@@ -108,8 +110,9 @@ def held(model: Any, hf: Any) -> Iterator[Held]:
     first_layer = model.decoder.layers[0].layer_number - 1
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for name, parameter in model.named_parameters():
-        expert = ".experts." in name
-        cut = ranks > 1 and getattr(parameter, "tensor_model_parallel", False) and not expert
+        local_expert = re.search(r"\.local_experts\.(\d+)\.", name)
+        expert = None if local_expert is None else int(local_expert[1]) + first_expert
+        cut = ranks > 1 and getattr(parameter, "tensor_model_parallel", False) and expert is None
         dim = parameter.partition_dim if cut else 0
         groups = hf.num_key_value_heads // (ranks if cut else 1)
         names = _names(name, first_layer, first_expert)
@@ -129,25 +132,22 @@ def held(model: Any, hf: Any) -> Iterator[Held]:
             if cut:
                 shape[dim], start[dim] = extent[dim] * ranks, extent[dim] * rank
             blocks.append(TensorBlock(key, tuple(shape), tuple(start), extent))
-        same = parallel_state.get_expert_data_parallel_group() if expert else replicas
-        owned = same.rank() == 0 and (cut or expert or rank == 0) and not copied
-        yield Held(name, parameter, tuple(blocks), owned, copied, groups)
+        same = replicas if expert is None else parallel_state.get_expert_data_parallel_group()
+        owned = same.rank() == 0 and (cut or expert is not None or rank == 0) and not copied
+        yield Held(name, parameter, tuple(blocks), owned, copied, groups, expert)
 
 
 def _experts(hf: Any) -> int:
     return int(getattr(hf, "num_experts", 0) or 0) if hf.model_type == "qwen3_moe" else 0
 
 
-def absent_experts(found: list[Held], hf: Any) -> Iterator[TensorBlock]:
-    """Yield the tensors of experts of this stage's layers that other ranks have, as blocks without entries."""
+def stacked(found: list[Held]) -> dict[str, list[Held]]:
+    """Return the parameters of experts by the name of the tensor of all experts of a layer in `transformers`: gate
+    above up, and down, as Megatron has them."""
+    result: dict[str, list[Held]] = {}
     for one in found:
-        if ".experts.local_experts.0." not in one.name:
-            continue
-        own = {block.name for other in found for block in other.blocks}
-        for block in one.blocks:
-            before, _, rest = block.name.partition(".mlp.experts.")
-            _, _, part = rest.partition(".")
-            for number in range(_experts(hf)):
-                name = f"{before}.mlp.experts.{number}.{part}"
-                if name not in own:
-                    yield TensorBlock(name, block.shape, (0,) * len(block.shape), (0, *block.shape[1:]))
+        if one.expert is not None:
+            layer = one.blocks[0].name.partition(".mlp.experts.")[0]
+            kind = "gate_up_proj" if len(one.blocks) == 2 else "down_proj"
+            result.setdefault(f"{layer}.mlp.experts.{kind}", []).append(one)
+    return {name: sorted(experts, key=lambda one: one.expert or 0) for name, experts in result.items()}

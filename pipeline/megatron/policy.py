@@ -1,7 +1,8 @@
 """The policy of Megatron's layers: it has the interface of `models.policy.Policy`, and is trained by `backend.py`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.megatron.decoder import Decoder
 from pipeline.megatron.device import on_device
-from pipeline.megatron.names import Held, absent_experts, held
+from pipeline.megatron.names import Held, held, stacked
 from pipeline.megatron.settings import transformer_config, unknown
 from pipeline.models.attention import Layout
 from pipeline.models.head import VocabularyPart
@@ -66,22 +67,15 @@ class MegatronPolicy(Policy):
     def parts(self, rank: int, dtype: torch.dtype) -> Iterator[WeightPart]:
         """Yield this rank's parts of all tensors of its stage, in one order on all ranks of the stage; see
         `weights.publish.parts`."""
-        found = self.held()
-        blocks = {
-            block.name: WeightPart(block.name, block.shape, dtype, part, block.start)
-            for one in found
-            if not one.copied
-            for block, part in zip(one.blocks, one.divided(one.parameter.detach()), strict=True)
-        }
-        owned = {block.name for one in found if one.owned for block in one.blocks}
+        found = [one for one in self.held() if not one.copied]
+        made: dict[str, Callable[[], WeightPart]] = {}
         for one in found:
-            for block in () if one.copied else one.blocks:
-                if block.name not in owned:
-                    blocks[block.name] = WeightPart(block.name, block.shape, dtype)
-        for block in absent_experts(found, self.hf):
-            blocks[block.name] = WeightPart(block.name, block.shape, dtype)
-        for name in sorted(blocks):
-            yield blocks[name]
+            for number, block in enumerate(() if one.expert is not None else one.blocks):
+                made[block.name] = partial(_part, one, number, dtype)
+        for name, experts in stacked(found).items():
+            made[name] = partial(_experts_part, name, experts, self.hf.num_experts, dtype)
+        for name in sorted(made):
+            yield made[name]()
 
     def blocks(self, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
         """Yield whole tensors of the checkpoint on rank 0, layer by layer; see `save.gathered_blocks`."""
@@ -136,6 +130,31 @@ class MegatronPolicy(Policy):
         """See `Policy._head`."""
         weight, group = self.inner.head, parallel_state.get_tensor_model_parallel_group()
         return weight, None, VocabularyPart(group.rank() * len(weight), group) if group.size() > 1 else None
+
+
+def _part(one: Held, number: int, dtype: torch.dtype) -> WeightPart:
+    """Return this rank's part of block `number` of a parameter."""
+    block = one.blocks[number]
+    if not one.owned:
+        return WeightPart(block.name, block.shape, dtype)
+    return WeightPart(block.name, block.shape, dtype, one.divided(one.parameter.detach())[number], block.start)
+
+
+def _experts_part(name: str, experts: list[Held], count: int, dtype: torch.dtype) -> WeightPart:
+    """Return this rank's part of the tensor of all experts of a layer, as `transformers` has it in memory.
+
+    Args:
+        name: name of the tensor.
+        experts: parameters of this rank's experts, neighbours in order.
+        count: number of experts.
+        dtype: type in which the tensor is sent.
+    """
+    shape = (count, *experts[0].parameter.shape)
+    if not experts[0].owned:
+        return WeightPart(name, shape, dtype)
+    assert experts[0].expert is not None
+    block = torch.stack([one.parameter.detach() for one in experts])
+    return WeightPart(name, shape, dtype, block, (experts[0].expert, *(0 for _ in shape[1:])))
 
 
 def _layer(name: str) -> str:
