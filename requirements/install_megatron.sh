@@ -15,5 +15,5 @@ rm -f "$venv/.installed-megatron"
     --only-binary=:all: --require-hashes --dest "$folder" --requirement "$here/megatron.lock"
 rm -rf "$site"/megatron "$site"/megatron_core-*.dist-info
 "$venv/bin/python" -m zipfile -e "$folder"/megatron_core-*.whl "$site"
-"$venv/bin/python" -P -c 'import megatron.core' 2>/dev/null
+"$venv/bin/python" -P -W ignore -c 'import megatron.core'
 touch "$venv/.installed-megatron"

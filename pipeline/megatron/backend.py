@@ -6,6 +6,7 @@ the same. They divide the optimiser's state, and the sum of gradients, among the
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ class MegatronBackend(FsdpBackend):
         for group in optimizer.param_groups:
             # Megatron's own schedule would apply the factor.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            self.optimizers: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-            """One for all parameters but experts, and one for experts, if the model has some."""
-            if settings.bf16:
-                # The masters keep what the weights are rounded from.
-                for one, value in read(policy, policy.lm.name_or_path):
-                    set_master(one, self.optimizers, value)
+        self.optimizers: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+        """One for all parameters but experts, and one for experts, if the model has some."""
+        if settings.bf16:
+            # The masters keep what the weights are rounded from.
+            for one, value in read(policy, policy.lm.name_or_path):
+                set_master(one, self.optimizers, value)
         super().__init__(policy, None)
         self.optimizer: Any = optimizer
 
@@ -142,17 +143,38 @@ class MegatronBackend(FsdpBackend):
         with on_device():
             self.optimizer.step_with_ready_grads()
 
-    def training_state(self) -> dict[str, Any]:
+    def checkpoint_bytes(self) -> int:
         """See `KeepsState` of `train/checkpoint.py`."""
+        # Averages and masters are float32.
+        owned = [one.parameter for one in self._module.held() if one.owned]
+        return sum(parameter.numel() * (parameter.element_size() + 3 * 4) for parameter in owned)
+
+    def training_state(self, to_load: bool = False) -> dict[str, Any]:
+        """See `KeepsState`."""
         with on_device():
-            return training_state(self._module, self.optimizers)
+            return training_state(self._module, self.optimizers, to_load)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """See `KeepsState`."""
         with on_device():
             load_training_state(self._module, self.optimizers, state)
 
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """See `FsdpBackend.computing_in`."""
+        config = self._module.inner.config
+        # The type of the hidden states that a stage expects.
+        before, config.pipeline_dtype = config.pipeline_dtype, dtype
+        try:
+            with super().computing_in(dtype):
+                yield
+        finally:
+            config.pipeline_dtype = before
+
     def _pass(self, step: Callable[..., Any], batches: Sequence[MicroBatch], forward_only: bool) -> None:
+        if not batches:
+            # Without stages Megatron's schedule passes at least one.
+            return
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(batches),

@@ -60,18 +60,21 @@ class Sharded(Tensor):
         return self.local
 
 
-def training_state(policy: MegatronPolicy, optimizers: list[Any]) -> dict[str, Any]:
-    """Return weights, masters and averages of this rank, to save or to load into; a collective.
+def training_state(policy: MegatronPolicy, optimizers: list[Any], to_load: bool = False) -> dict[str, Any]:
+    """Return weights, masters and averages of this rank; a collective.
 
     Args:
         policy: this rank's stage.
         optimizers: Megatron's optimisers.
+        to_load: whether the tensors are there to load into; else only those that this rank saves are returned.
     """
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     steps = torch.zeros(())
     for one in policy.held():
         whole = _gathered(one, optimizers)
         steps = torch.maximum(steps, whole.pop("step"))
+        if not (one.owned or to_load):
+            continue
         for kind, value in {"weight": one.parameter.detach(), **whole}.items():
             for block, part in zip(one.blocks, one.divided(value), strict=True):
                 place = state["model"] if kind == "weight" else state["optimizer"]

@@ -1,14 +1,18 @@
 """The policy of Megatron's layers: it has the interface of `models.policy.Policy`, and is trained by `backend.py`."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -26,7 +30,9 @@ from pipeline.models.mesh import Mesh
 from pipeline.models.packing import ImageInputs
 from pipeline.models.policy import Policy
 from pipeline.models.routes import Routers
-from pipeline.models.weight_files import model_files
+from pipeline.models.state import tensors
+from pipeline.models.weight_files import find_weights, model_files
+from pipeline.upstream.torch import group_deadline
 from pipeline.weights.publish import WeightPart
 
 
@@ -60,6 +66,11 @@ class MegatronPolicy(Policy):
         """The skeleton's decoder, for its class and settings."""
         return self.lm.get_decoder()
 
+    @property
+    def packed_only(self) -> bool:
+        """True: the attention of these layers is over packed rows."""
+        return True
+
     def held(self) -> list[Held]:
         """Return the parameters of this rank, with their blocks of the checkpoint's tensors."""
         return list(held(self.inner, self.hf))
@@ -78,25 +89,23 @@ class MegatronPolicy(Policy):
             yield made[name]()
 
     def blocks(self, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-        """Yield whole tensors of the checkpoint on rank 0, layer by layer; see `save.gathered_blocks`."""
-        kind = dtype or self.inner.config.params_dtype
+        """Yield whole tensors of the model on rank 0, layer by layer; see `save.gathered_blocks`."""
+        kind, rank, size = dtype or self.inner.config.params_dtype, dist.get_rank(), self.mesh.stage_ranks
+        layers = groupby(self.parts(rank, kind), lambda part: _layer(part.name))
         for stage in range(self.stage.count):
-            own = list(self.parts(dist.get_rank(), kind)) if stage == self.stage.number else []
-            places: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(places, sorted({_layer(part.name) for part in own}))
-            for layer in sorted({name for names in places for name in names or ()}):
-                mine = [
-                    (part.name, part.shape, part.start, part.block.to(kind).cpu())
-                    for part in own
-                    if part.block.numel() and _layer(part.name) == layer
-                ]
-                sent: list[Any] | None = [None] * len(places) if dist.get_rank() == 0 else None
-                dist.gather_object(mine, sent)
-                block: dict[str, Tensor] = {}
-                for name, shape, start, part in (one for sender in sent or () for one in sender):
-                    whole = block.setdefault(name, torch.empty(shape, dtype=kind))
-                    whole[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
-                yield block
+            first = stage * size
+            if stage == self.stage.number:
+                for _, parts in layers:
+                    own = [replace(part, block=part.block.to("cpu", kind)) for part in parts if part.block.numel()]
+                    if first > 0 or rank > 0:
+                        _send(own)
+                        continue
+                    yield _whole([*own, *(part for other in range(1, size) for part in _receive(other))], kind)
+                if first > 0:
+                    _send(None)
+            elif rank == 0:
+                while (found := [_receive(other) for other in range(first, first + size)])[0] is not None:
+                    yield _whole([part for parts in found for part in parts], kind)
 
     def _run(self, input_ids: Tensor, positions: Tensor | None, packing: Layout | None) -> Tensor:
         assert positions is not None and packing is not None
@@ -126,9 +135,9 @@ class MegatronPolicy(Policy):
             logit_index = logit_index.index_select(0, share.own) - share.group.rank() * len(states)
         return states.index_select(0, logit_index)
 
-    def _head(self) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+    def _head(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
         """See `Policy._head`."""
-        weight, group = self.inner.head, parallel_state.get_tensor_model_parallel_group()
+        weight, group = self.inner.head.to(dtype), parallel_state.get_tensor_model_parallel_group()
         return weight, None, VocabularyPart(group.rank() * len(weight), group) if group.size() > 1 else None
 
 
@@ -155,6 +164,35 @@ def _experts_part(name: str, experts: list[Held], count: int, dtype: torch.dtype
     assert experts[0].expert is not None
     block = torch.stack([one.parameter.detach() for one in experts])
     return WeightPart(name, shape, dtype, block, (experts[0].expert, *(0 for _ in shape[1:])))
+
+
+def _send(parts: list[WeightPart] | None) -> None:
+    """Send parts to rank 0, which must call `_receive`; None if there are no more layers."""
+    described = None if parts is None else [replace(part, block=part.block.to("meta")) for part in parts]
+    dist.send_object_list([described], dst=0)
+    for part in parts or ():
+        dist.send(part.block.contiguous(), dst=0)
+
+
+def _receive(source: int) -> Any:
+    """Return the parts that the rank `source` sends."""
+    described: list[Any] = [None]
+    dist.recv_object_list(described, src=source)
+    if described[0] is None:
+        return None
+    parts = [replace(part, block=torch.empty_like(part.block, device="cpu")) for part in described[0]]
+    for part in parts:
+        dist.recv(part.block, src=source)
+    return parts
+
+
+def _whole(parts: list[WeightPart], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return whole tensors from the parts of all ranks."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        whole = tensors.setdefault(part.name, torch.empty(part.shape, dtype=dtype))
+        whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.block.shape, strict=True))] = part.block
+    return tensors
 
 
 def _layer(name: str) -> str:
@@ -188,13 +226,19 @@ def load_megatron(
         "context_parallel_size": parallel.sequence,
         "expert_model_parallel_size": parallel.expert,
     }
-    if parallel.expert > 1:
+    if getattr(hf, "num_experts", None):
         groups["expert_tensor_parallel_size"] = 1
+    if not USING_PYTORCH_OPTIMIZER:
+        raise ValueError(
+            "actor.strategy=megatron steps with AdamW of torch, but TransformerEngine or Apex is installed, whose Adam "
+            "Megatron would take; it was not tried, so remove that package, or set actor.strategy=fsdp"
+        )
     # Experts need it, and it saves activations.
     sequence = parallel.tensor > 1
     with on_device():
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**groups)
+        minutes = math.ceil(group_deadline(device).total_seconds() / 60)
+        parallel_state.initialize_model_parallel(**groups, distributed_timeout_minutes=minutes)
         model_parallel_cuda_manual_seed(1)
         settings = transformer_config(
             hf, dtype, config.enable_gradient_checkpointing, {**groups, "sequence_parallel": sequence}
@@ -214,13 +258,20 @@ def load_megatron(
 def read(policy: MegatronPolicy, path: str) -> Iterator[tuple[Held, Tensor]]:
     """Yield each parameter of this rank with its value in the checkpoint `path`, in the checkpoint's dtype.
 
-    Raises ValueError if weights are missing or have another shape.
+    Raises ValueError if weights are missing, have another shape, or are not known.
     """
-    folder = Path(model_folder(path, "model.path") or model_files(path) or "")
+    from transformers.core_model_loading import revert_weight_conversion
+
     places: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in find_weights(Path(model_folder(path, "model.path") or model_files(path) or "")).files:
+        if file.suffix != ".safetensors":
+            raise ValueError(f"model.path={path} has weights in {file.name}; save them as safetensors")
         opened = safe_open(file, framework="pt")
         places |= dict.fromkeys(opened.keys(), opened)
+    known = revert_weight_conversion(policy.lm, dict(tensors(policy.lm)))
+    head = "lm_head.weight"
+    if others := sorted(name for name in places.keys() - known.keys() - {head} if not name.endswith("inv_freq")):
+        raise ValueError(f"model.path={path} holds {others[0]}, which actor.strategy=megatron has no place for")
     for one in policy.held():
         parts = []
         for block in one.blocks:
@@ -233,4 +284,9 @@ def read(policy: MegatronPolicy, path: str) -> Iterator[tuple[Held, Tensor]]:
                     f"{list(block.shape)}"
                 )
             parts.append(stored[block.slices])
+        if one.copied and head in places and not torch.equal(places[head].get_slice(head)[block.slices], parts[0]):
+            raise ValueError(
+                f"the head of model.path={path} is tied to its embedding by config.json, but its files hold another "
+                "head; set tie_word_embeddings to false there"
+            )
         yield one, one.joined(parts)

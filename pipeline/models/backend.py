@@ -5,6 +5,7 @@ may order the passes in its own manner, compute a part of the layers on each ran
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from pipeline.models.fsdp import clip_grad_norm
 from pipeline.models.packing import MicroBatch
+from pipeline.models.precision import computing_in
 
 Result = TypeVar("Result")
 
@@ -72,6 +74,10 @@ class FsdpBackend:
         """Yield each micro-batch with the model's output; a collective. Arguments are as in `run`."""
         for batch in batches:
             yield batch, forward(batch)
+
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Return a context in which passes compute in `dtype`; see `precision.computing_in`."""
+        return computing_in(self._module, dtype)
 
     def zero(self) -> None:
         """Clear the gradients."""

@@ -32,7 +32,6 @@ from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import pack
 from pipeline.models.policy import Policy
-from pipeline.models.precision import computing_in
 from pipeline.models.processor import Vision
 from pipeline.models.sharing import Passes, share_prefixes
 
@@ -171,12 +170,14 @@ class Compared:
                         self.rows, packs, packed=way.packed, sequence=self.sequence, place_images=place
                     ).to(self.device),
                 )
-                forward = lambda batch, hidden=None: self.policy(**batch.arguments, hidden=hidden)  # noqa: E731
-                for batch, output in self.backend.predict(batches, forward):
+                for batch, output in self.backend.predict(batches, self._forward):
                     found[batch.token_index] = output.log_probs.double().cpu().numpy()
         finally:
             self.config._attn_implementation = before
         return found
+
+    def _forward(self, batch: Any, hidden: Any = None) -> Any:
+        return self.policy(**batch.arguments, hidden=hidden)
 
     def differences(self, way: Way) -> list[Difference]:
         """Measure the difference between trainer and engine in each form of `way`; a collective."""
@@ -188,9 +189,9 @@ class Compared:
         A collective. Each row has a separate pass.
         """
         passes = [[[row]] for row in range(len(self.rows))]
-        with computing_in(self.policy, torch.float64 if dtype == torch.float32 else torch.float32):
+        with self.backend.computing_in(torch.float64 if dtype == torch.float32 else torch.float32):
             exact = self.log_probs(passes, way)
-        with computing_in(self.policy, dtype):
+        with self.backend.computing_in(dtype):
             rounded = self.log_probs(passes, way)
         return self._difference("alone", rounded - exact)
 
@@ -229,7 +230,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
             found = replace(found, limit=_rounded(compared, first, torch.float32))
     if found.agrees:
         return found
-    for way in ways(first, divided=compared.sequence is not None):
+    for way in ways(first, compared.sequence is not None or compared.policy.packed_only):
         try:
             tried = replace(found, way=way, differences=compared.differences(way))
         except NOT_HAD:
@@ -249,17 +250,17 @@ def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
     )
 
 
-def ways(first: Way, divided: bool) -> Iterator[Way]:
+def ways(first: Way, packed_only: bool) -> Iterator[Way]:
     """Yield the ways to try if `first` does not agree, the fastest first.
 
     Args:
         first: the way that was tried already.
-        divided: whether ranks divide the positions of a sequence, so that rows must be packed.
+        packed_only: whether rows must be packed, for example since ranks divide the positions of a sequence.
     """
     tried = {first}
     for way in (
         replace(first, shared=False),
-        *(() if divided else (Way("sdpa", False, False), Way("eager", False, False))),
+        *(() if packed_only else (Way("sdpa", False, False), Way("eager", False, False))),
     ):
         if way not in tried:
             tried.add(way)

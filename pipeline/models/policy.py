@@ -126,7 +126,7 @@ class Policy(Pretrained):
             wanted = None if lists is None else lists.select(share.own)
         both, places = TokenLists.joined([None if support is None else support.inside, wanted])
         left_out = support.outside if support is not None and len(support.outside.ids) else None
-        (weight, bias, part), rule = self._head(), LogitRule(self.scale, self.softcap, temperature)
+        (weight, bias, part), rule = self._head(states.dtype), LogitRule(self.scale, self.softcap, temperature)
         found = token_log_probs(states, weight, bias, targets, rule, chunk_tokens, with_entropy, part, both, left_out)
         log_probs, entropies, listed, kept, _ = found
         of_support, of_lists = (None if listed is None or at is None else listed[at] for at in places)
@@ -169,8 +169,11 @@ class Policy(Pretrained):
             return read(self, input_ids, logit_index, positions, packing, images)
         return hidden_states(self.decoder, input_ids, logit_index, positions, packing, _embedded(hidden))
 
-    def _head(self) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
-        """Return this rank's rows of the head's weights and bias, and the part of the vocabulary that they cover."""
+    def _head(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+        """Return this rank's rows of the head's weights and bias, and the part of the vocabulary that they cover.
+
+        The weights have the type of the computation, `dtype`.
+        """
         head = self._linear_head()
         (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
         assert weight is not None
@@ -213,6 +216,11 @@ class Policy(Pretrained):
             width = self.decoder.config.get_text_config().hidden_size
             hidden = torch.randn(*ids.shape, width, generator=generator).to(device, self.lm.dtype)
         self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:], hidden=hidden)
+
+    @property
+    def packed_only(self) -> bool:
+        """True if rows cannot be padded: an error in one stage would leave the others waiting."""
+        return self.stage.count > 1
 
     @property
     def decoder(self) -> Any:

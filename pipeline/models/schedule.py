@@ -227,9 +227,11 @@ def make_backend(
 
 
 def moved(output: HeadOutput, device: torch.device) -> HeadOutput:
-    def moved(value: Any) -> Any:
+    """Return a copy of the tensors of `output` on `device`, without gradients."""
+
+    def copied(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(moved, value))
+            return tuple(map(copied, value))
         return value.detach().to(device) if isinstance(value, Tensor) else value
 
-    return HeadOutput(*map(moved, output))
+    return HeadOutput(*map(copied, output))

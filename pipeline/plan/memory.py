@@ -270,6 +270,9 @@ def _gathered(config: Config, model: ModelFiles) -> int:
     if not config.model.lora.rank:
         moments.append((2 * head + layers + kept + layer) * element + layer * summed)
         moments.append((kept + model.tables) * element + max(head, model.embedding) * summed)
+    if config.actor.parallel.pipeline > 1 and not fsdp.reshard_after_forward and tensor == 1:
+        # Gradients of a stage stay whole until the last micro-batch.
+        return max(moments) + model.parameters * summed
     return max(moments) // tensor
 
 

@@ -63,6 +63,8 @@ def _not_in_stages(config: Config) -> dict[str, object]:
         f"{{model.lora.rank}} with {stages}: a model with adapters cannot be cut into stages; set one of them back": (
             config.model.lora.rank > 0
         ),
+        f"{{actor.optim.name}} with {stages} and {{model.dtype}}: the two ends of a tied head would round differently; "
+        "set actor.optim.name=adamw": config.actor.optim.name == "adamw_8bit" and config.model.dtype == "bfloat16",
         f"{{model.vision}} with {stages}: a model that reads images cannot be cut into stages; set it to 1": (
             config.model.vision != "none"
         ),
@@ -120,7 +122,7 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
     """Yield one sentence per problem with sequence parallelism of the model at `path`, which is the value of the
     setting `key`."""
     parallel = config.actor.parallel
-    sequence, ranks = parallel.sequence, parallel.ranks_with_same_rows
+    sequence, ranks = parallel.sequence, parallel.tensor * parallel.sequence
     if sequence == 1:
         return
     # Takes seconds, so only runs that ask for sequence parallelism wait for it.

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.config import Config
-from pipeline.derived import chunk_prompts, most_contexts, streams_gradients
+from pipeline.derived import (
+    chunk_prompts,
+    most_contexts,
+    policy_loss,
+    shards_teacher,
+    streams_gradients,
+    trains_beside_reference,
+)
 from pipeline.models.layers import deal_layers
 from pipeline.plan.models import ModelFiles
 
@@ -37,7 +44,10 @@ def stage_sizes(config: Config, model: ModelFiles) -> list[StageSize]:
     # A tied head is on the last stage too.
     head = model.head or model.tables
     embedding = model.tables - model.head
-    bounds = deal_layers([model.layer] * model.layers, embedding, head, count)
+    if config.actor.strategy == "megatron":
+        bounds = [number * model.layers // count for number in range(count + 1)]
+    else:
+        bounds = deal_layers([model.layer] * model.layers, embedding, head, count)
     passes = micro_batches(config)
     sizes = []
     for number in range(count):
@@ -73,6 +83,28 @@ def bubble(stages: int, passes: int) -> float:
     return (stages - 1) / (passes + stages - 1)
 
 
+def sent_bytes(config: Config, width: int, element: int) -> int:
+    """Return the largest number of bytes of hidden states and their gradients that a rank sends in an iteration, if all
+    rows have their full length.
+
+    Args:
+        config: the settings.
+        width: hidden size.
+        element: bytes of a number.
+    """
+    actor = config.actor
+    groups = max(1, config.trainer.num_workers // actor.parallel.ranks_with_same_rows)
+    rows = config.data.train_batch_size * config.rollout.n // groups
+    tokens = rows * most_contexts(config) * config.data.longest_row
+    loss = policy_loss(config)
+    # A loss that chooses tokens, or compares pairs, has a forward pass before each step.
+    before = actor.ppo_epochs * (loss.token_mask_fn is not None or loss.of_pairs)
+    before += (actor.old_log_probs == "recompute") + trains_beside_reference(config) + shards_teacher(config)
+    stages = range(actor.parallel.pipeline)
+    passes = actor.ppo_epochs + before
+    return max(hidden_bytes(config, tokens, width, element, stage, passes, actor.ppo_epochs) for stage in stages)
+
+
 def hidden_bytes(config: Config, tokens: int, width: int, element: int, stage: int, passes: int, trained: int) -> int:
     """Return the number of bytes of hidden states, and of their gradients, that a rank of a stage sends.
 
@@ -87,6 +119,9 @@ def hidden_bytes(config: Config, tokens: int, width: int, element: int, stage: i
     """
     parallel = config.actor.parallel
     own = tokens // parallel.sequence * width * element
+    if config.actor.strategy == "megatron":
+        # Its tensor ranks have a part of the positions between layers.
+        own //= parallel.tensor
     return own * (passes * (stage < parallel.pipeline - 1) + trained * (stage > 0))
 
 

@@ -7,7 +7,6 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
-    most_contexts,
     reads_reference,
     reads_teacher,
     reference_is_base,
@@ -25,7 +24,7 @@ from pipeline.derived import (
 from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, compute_element, pass_tokens, shown
 from pipeline.plan.models import read_model
-from pipeline.plan.pipelining import bubble, hidden_bytes, micro_batches, stage_sizes
+from pipeline.plan.pipelining import bubble, micro_batches, sent_bytes, stage_sizes
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
 
@@ -240,15 +239,7 @@ def _pipeline(plan: Plan) -> Iterator[str]:
             f"stage {size.number}: {' and '.join([layers, *tables])}, {count_words(size.model.parameters)} parameters, "
             f"activations of {size.held} micro-batch{'es' * (size.held > 1)}, {shown(peak)} in a train worker"
         )
-    sent = plan.rows_per_iteration // (config.trainer.num_workers // config.actor.parallel.ranks_with_same_rows)
-    tokens, width = sent * most_contexts(config) * config.data.longest_row, model.size("hidden_size")
-    forwards = config.actor.ppo_epochs
-    before = (config.actor.old_log_probs == "recompute" and plan.actor.steps > 1) + trains_beside_reference(config)
-    before += shards_teacher(config)
-    element = compute_element(config, config.actor.fsdp)
-    most = max(
-        hidden_bytes(config, tokens, width, element, stage, forwards + before, forwards) for stage in range(stages)
-    )
+    most = sent_bytes(config, model.size("hidden_size"), compute_element(config, config.actor.fsdp))
     yield f"a rank sends at most {shown(most)} of hidden states and their gradients in an iteration"
 
 

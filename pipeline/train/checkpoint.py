@@ -65,8 +65,11 @@ class KeepsState(Protocol):
     strategy: str
     """Value of `actor.strategy`."""
 
-    def training_state(self) -> dict[str, Any]:
-        """Return the state, as tensors that `dcp` saves from or loads into; a collective."""
+    def checkpoint_bytes(self) -> int:
+        """Return the number of bytes of this rank's part of a checkpoint."""
+
+    def training_state(self, to_load: bool = False) -> dict[str, Any]:
+        """Return the state, as tensors that `dcp` saves from or, if `to_load`, loads into; a collective."""
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Put the loaded tensors of `training_state` into place."""
@@ -121,12 +124,7 @@ class Saver:
 
     def check_room(self, learners: Sequence[Trained]) -> None:
         """Report each disk, local or of the storage, without room for a checkpoint of `learners`; a collective."""
-        needed = sum(
-            bytes_kept(parameter, learner.optimizer)
-            for learner in learners
-            for parameter in learner.module.parameters()
-            if parameter.requires_grad
-        )
+        needed = sum(map(_checkpoint_bytes, learners))
         here = (socket.gethostname(), disk(self.staging))
         parts = ranks.all_gather((*here, needed))
         beside = [rank for rank, (*place, _) in enumerate(parts) if tuple(place) == here]
@@ -363,7 +361,15 @@ def _rng() -> dict[str, torch.Tensor]:
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
+def _checkpoint_bytes(learner: Trained) -> int:
+    """Return the number of bytes of this rank's part of the learner in a checkpoint."""
+    if isinstance(backend := getattr(learner, "backend", None), KeepsState):
+        return backend.checkpoint_bytes()
+    trained = (parameter for parameter in learner.module.parameters() if parameter.requires_grad)
+    return sum(bytes_kept(parameter, learner.optimizer) for parameter in trained)
+
+
+def training_state(learners: Sequence[Trained], to_load: bool = False) -> dict[str, dict[str, Any]]:
     """Return learner's name to its model and optimiser state, as tensors that `dcp` saves from or loads into.
 
     Weights that are not trained are left out, and settings of the optimiser, which come from the configuration.
@@ -371,7 +377,7 @@ def training_state(learners: Sequence[Trained]) -> dict[str, dict[str, Any]]:
     state = {}
     for learner in learners:
         if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-            state[learner.name] = backend.training_state()
+            state[learner.name] = backend.training_state(to_load)
             continue
         unused = not learner.optimizer.state
         model, optimizer = get_state_dict(learner.module, learner.optimizer)

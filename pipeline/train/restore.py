@@ -167,10 +167,10 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
 
     `place` names the checkpoint in errors. Returns the content of `progress.json`.
     """
-    _check_strategy(folder, place, learners)
-    state = training_state(learners)
+    state = training_state(learners, to_load=True)
     rng = folder / f"rng_{ranks.rank()}.pt"
     try:
+        _check_strategy(folder, place, learners)
         # Checkpoints of earlier versions lack the lower halves of bfloat16 weights, which then are zeros.
         load_checkpoint(state, folder, optional=(LOW,))
         progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
@@ -218,12 +218,12 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None
     `place` names the checkpoint in errors.
     """
     state = {}
-    _check_strategy(folder, place, learners)
     try:
+        _check_strategy(folder, place, learners)
         there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
         for learner in (learner for learner in learners if learner.name in there):
             if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-                state[learner.name] = {"model": backend.training_state()["model"]}
+                state[learner.name] = {"model": backend.training_state(to_load=True)["model"]}
                 continue
             weights, untrained = get_model_state_dict(learner.module), frozen(learner)
             state[learner.name] = {"model": {name: weight for name, weight in weights.items() if name not in untrained}}

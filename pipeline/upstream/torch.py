@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +36,21 @@ def share_deadline(mesh: DeviceMesh, device: torch.device) -> None:
     Raises:
         ImportError: this torch has no such private functions.
     """
-    whole = private(distributed_c10d, "_get_default_group", "torch")()
-    deadline = private(private(whole, "_get_backend", "torch")(device), "options._timeout", "torch")
+    deadline = group_deadline(device)
     set_deadline = private(distributed_c10d, "_set_pg_timeout", "torch")
     for group in mesh.get_all_groups():
         set_deadline(deadline, group)
+
+
+def group_deadline(device: torch.device) -> timedelta:
+    """Return the timeout of collectives on `device` in the default process group. We know of no public way.
+
+    Raises:
+        ImportError: this torch has no such private functions.
+    """
+    whole = private(distributed_c10d, "_get_default_group", "torch")()
+    deadline: timedelta = private(private(whole, "_get_backend", "torch")(device), "options._timeout", "torch")
+    return deadline
 
 
 @contextmanager

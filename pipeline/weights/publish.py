@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
-from pipeline.models.lora import published
+from pipeline.models.lora import is_adapted, published
 from pipeline.models.mesh import Mesh
 from pipeline.models.state import is_weight, tensors
 from pipeline.stats import Stat, Stats
@@ -286,31 +286,29 @@ class WeightPublisher:
             return self._put(buffer)
 
         alone, first = self._adapter is not None, self._mesh.first_rank if self._mesh else 0
+
+        def own() -> Iterable[WeightPart]:
+            return parts(model, self._rank, self._dtype, self._rename, alone, first)
+
+        def unmerged() -> Iterable[WeightPart]:
+            for name, tensor in tensors(model):
+                if (".lora_" in name) == alone:
+                    yield _part(name, tensor, self._rank, self._dtype, first)
+
         if isinstance(self._memory, PublishedMemory):
             # Merged weights have the sizes of the base's, and need not be computed here.
-            own = getattr(model, "parts", None)
-            held = (
-                own(self._rank, self._dtype)
-                if own
-                else (
-                    _part(name, tensor, self._rank, self._dtype, first)
-                    for name, tensor in tensors(model)
-                    if (".lora_" in name) == alone
-                )
-            )
+            held = unmerged if is_adapted(model) else own
             self._memory.begin(version, held_bytes(self._in_all_stages(held), self._limit))
-        weights = parts(model, self._rank, self._dtype, self._rename, alone, first)
-        return pack(self._in_all_stages(weights), self._rank, self._limit, put, self._memory, self._adapter)
+        return pack(self._in_all_stages(own), self._rank, self._limit, put, self._memory, self._adapter)
 
-    def _in_all_stages(self, own: Iterable[WeightPart]) -> Iterable[WeightPart]:
-        """Return the parts of this rank's stage, `own`, with empty parts of all tensors of the other stages around
-        them, so that buckets are the same on every rank. A collective at the first call."""
+    def _in_all_stages(self, own: Callable[[], Iterable[WeightPart]]) -> Iterable[WeightPart]:
+        """Return the parts of this rank's stage, which `own` makes one by one, with empty parts of all tensors of the
+        other stages around them, so that buckets are the same on every rank. A collective at the first call."""
         if self._mesh is None or (stage := self._mesh.stage).count == 1:
-            return own
-        held = list(own)
+            return own()
         if self._stages is None:
             self._stages = [[]] * stage.count
-            empty = [replace(part, block=NOTHING, start=()) for part in held]
+            empty = [replace(part, block=NOTHING, start=()) for part in own()]
             dist.all_gather_object(self._stages, empty, group=stage.group)
         before, after = self._stages[: stage.number], self._stages[stage.number + 1 :]
-        return [*chain(*before), *held, *chain(*after)]
+        return chain(*before, own(), *after)

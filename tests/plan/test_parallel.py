@@ -56,6 +56,8 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
             ["actor.parallel.tensor model.path"],
         ),
         (DENSE | LAYERS, 4, ["pipeline=2"], []),
+        (DENSE | LAYERS, 12, ["pipeline=2", "sequence=6"], []),
+        (DENSE | LAYERS, 4, ["pipeline=2", "sequence=4"], ["trainer.num_workers", "actor.parallel.sequence=4"]),
         (EXPERTS | LAYERS, 12, ["pipeline=3", "replicate=2"], []),
         (DENSE | LAYERS, 3, ["pipeline=2"], ["actor.parallel.pipeline trainer.num_workers"]),
         (DENSE | LAYERS, 4, ["pipeline=4"], ["actor.parallel.pipeline=4 model.path layers"]),
@@ -99,6 +101,7 @@ def test_families_with_names_of_their_own_have_heads_too(tmp_path: Path, named: 
         (["algorithm.adv_estimator=gae"], "critic algorithm.adv_estimator"),
         (["model.lora.rank=4"], "model.lora.rank=4"),
         (["model.vision=frozen"], "model.vision=frozen"),
+        (["actor.optim.name=adamw_8bit", "model.dtype=bfloat16"], "actor.optim.name=adamw_8bit model.dtype"),
         (["rollout.replay_routes=true"], "rollout.replay_routes"),
     ],
 )
