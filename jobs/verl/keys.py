@@ -179,7 +179,6 @@ CANNOT: dict[str, str] = {
         "model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* *.mindspeed* *.turbo_config.* "
         "*.fsdp_turbo.*"
     ),
-    "no loss balances the experts": "*.megatron.*.moe_aux_loss_coeff *.megatron.*.moe_z_loss_coeff",
     "the trainer computes in bfloat16 or float32": "*.megatron.dtype",
     "a row is split over GPUs by actor.parallel.sequence, and in no other way": "*.context_parallel_size",
     "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way": (

@@ -66,6 +66,8 @@ class Settings:
             named = _OPTION.fullmatch(f"{option}={argument}" if option else argument)
             option = named[1] if named and named[2] is None else ""
             if named:
+                if named[2] and named[2].startswith("ppo_megatron_trainer"):
+                    self.notes.append(f"{named[0]}: FSDP2 trains, with the sizes that the script gives to Megatron")
                 if named[2] not in (*_DEFAULT_FILES, None):
                     self.cannot.append(f"{named[0]}: the settings in a file of verl's are not read; give them by key")
             elif match and (match[3] is not None or match[1] == "~"):

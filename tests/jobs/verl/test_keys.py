@@ -45,12 +45,6 @@ def test_no_pattern_hides_behind_a_wider_one() -> None:
         ("actor_rollout_ref.model.exclude_modules", "o_proj", "an adapter is model.lora.rank rows", True),
         ("actor_rollout_ref.model.exclude_modules", None, SAME, False),
         ("actor_rollout_ref.actor.megatron.use_mbridge", True, "how Megatron computes", False),
-        (
-            "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
-            0.1,
-            "no loss balances",
-            True,
-        ),
         ("actor_rollout_ref.actor.megatron.dtype", "float16", "in bfloat16 or float32", True),
         ("actor_rollout_ref.actor.strategy", "fsdp2", SAME, False),
         ("actor_rollout_ref.actor.strategy", "veomni", "FSDP2", True),

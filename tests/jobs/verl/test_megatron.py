@@ -5,6 +5,7 @@ import pytest
 from tests.jobs.verl.test_convert import GRPO, converted, left, notes, values
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
+OVERRIDE = f"{MEGATRON}.override_transformer_config"
 ENGINE = "model_engine=megatron"
 GPUS = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
 
@@ -72,6 +73,42 @@ def test_what_changes_the_loss_is_not_converted() -> None:
     ]
     same = [f"+{override}.moe_aux_loss_coeff=0", f"{MEGATRON}.dtype=bfloat16", f"+{override}.apply_rope_fusion=True"]
     assert not [entry for entry in converted(GRPO, *same).left if entry.cannot]
+
+
+@pytest.mark.parametrize(
+    ("keys", "left_key"),
+    [
+        ([f"+{OVERRIDE}.hidden_dropout=0.1"], "hidden_dropout"),
+        (
+            [f"+{OVERRIDE}.moe_router_enable_expert_bias=True"],
+            "moe_router_enable_expert_bias",
+        ),
+        (["+actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=True"], "freeze_moe_router"),
+        (
+            [f"{MEGATRON}.use_dist_checkpointing=True", f"{MEGATRON}.dist_checkpointing_path=/m"],
+            "dist_checkpointing_path",
+        ),
+        (["actor_rollout_ref.actor.optim.lr_decay_style=WSD"], "lr_decay_style"),
+    ],
+)
+def test_what_trains_another_model_is_not_converted(keys: list[str], left_key: str) -> None:
+    found = [entry.key for entry in converted(GRPO, ENGINE, *keys).left if entry.cannot]
+    assert [key.rpartition(".")[2] for key in found] == [left_key]
+
+
+def test_schedules_and_optimisers_of_megatron() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    run = [GRPO, ENGINE, f"{optim}.lr_decay_style=cosine", f"{optim}.lr=1e-5", f"{optim}.min_lr=1e-6"]
+    result = converted(*run, f"{optim}.optimizer=adam")
+    assert result.values["actor.optim.lr_scheduler_type"] == "cosine"
+    assert result.values["actor.optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert not [entry for entry in result.left if entry.cannot]
+
+
+def test_sizes_of_another_engine_are_not_taken() -> None:
+    run = [GRPO, "actor_rollout_ref.actor.strategy=fsdp2", f"{MEGATRON}.pipeline_model_parallel_size=4"]
+    assert sizes(*run) == {}
+    assert "another engine" in left(*run)[f"{MEGATRON}.pipeline_model_parallel_size"][0]
 
 
 def test_recomputation_and_offload() -> None:
