@@ -25,6 +25,7 @@ from pipeline.config.learner import ParallelConfig
 from pipeline.errors import FinalError
 from pipeline.export.export import _saved_weights, read_weights
 from pipeline.models.fsdp import full_state_dict
+from pipeline.rows import flat
 from pipeline.storage.checkpoints import FOLDER, folder_name
 from pipeline.train import ranks
 from pipeline.train.restore import restore
@@ -35,7 +36,7 @@ from tests.losses import batches
 from tests.megatron import shim
 from tests.train.test_mesh import CLIP, LONGEST, write_checkpoint
 from tests.train.test_stages import VARIANTS, rows, step
-from tests.train.updates import CPU, assert_same, assert_same_metrics, make_config, spawn
+from tests.train.updates import CPU, assert_same, assert_same_metrics, make_config, spawn, with_column
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -49,6 +50,7 @@ LAYOUTS = {
     "pipeline 2 x tensor 2": (4, ParallelConfig(pipeline=2, tensor=2)),
     "tensor 2 x context 2": (4, ParallelConfig(tensor=2, sequence=2)),
     "pipeline 2 x expert 2": (4, ParallelConfig(pipeline=2, expert=2)),
+    "tensor 2 x data 2 x expert 4": (4, ParallelConfig(tensor=2, expert=4)),
 }
 """Ranks, and `actor.parallel`."""
 SIZES: dict[str, Any] = {
@@ -90,9 +92,16 @@ def settings(folder: str, strategy: str, parallel: ParallelConfig, loss: str, fu
     if loss == "gspo":
         config.actor.loss_agg_mode = "seq-mean-token-mean"
     if further:
-        config.actor.entropy_coeff = 0.01
+        config.actor.entropy_coeff, config.actor.use_kl_loss, config.actor.kl_loss_coef = 0.01, True, 0.3
     config.model.enable_gradient_checkpointing = further
     return config
+
+
+def with_reference(made: Any, wanted: bool) -> Any:
+    """Rows with log-probs of a reference, if wanted."""
+    if not wanted:
+        return made
+    return with_column(made, "ref_log_probs", flat(made, "rollout_log_probs")[0] + 0.1)
 
 
 def plain(state: dict[str, torch.Tensor], kind: Any, config: Any) -> dict[str, torch.Tensor]:
@@ -112,7 +121,7 @@ def train(folder: str, family: str, strategy: str, layout: str, variant: str) ->
     actor = build_actor(config, CPU, 100)
     metrics = []
     for number in range(STEPS):
-        metrics.append(step(actor, rows(number, False)))
+        metrics.append(step(actor, with_reference(rows(number, False), further)))
         if number == 0 and strategy == "megatron":
             write_checkpoint([actor], f"{folder}/{family} {variant} {layout}/{FOLDER}/{folder_name(1)}")
     state = full_state_dict(actor.module)
@@ -128,7 +137,7 @@ def resume(folder: str, family: str, variant: str, begun: str, layout: str) -> N
     loss, further = VARIANTS[variant]
     actor = build_actor(settings(f"{folder}/{family}", "megatron", LAYOUTS[layout][1], loss, further), CPU, 100)
     restore([actor], FixedKL(0.0), f"{folder}/{family} {variant} {begun}")
-    metrics = [{}, step(actor, rows(1, False))]
+    metrics = [{}, step(actor, with_reference(rows(1, False), further))]
     state = full_state_dict(actor.module)
     if dist.get_rank() == 0:
         named = plain(state, *FAMILIES[family])
@@ -183,7 +192,10 @@ DENSE = (
     *("one", "data 2", "tensor 2", "pipeline 2", "context 2"),
     *("pipeline 2 x data 2", "pipeline 2 x tensor 2", "tensor 2 x context 2"),
 )
-MIXTURE = ("one", "data 2", "pipeline 2", "expert 2", "tensor 2 x expert 2", "pipeline 2 x expert 2")
+MIXTURE = (
+    *("one", "tensor 2", "pipeline 2", "expert 2", "tensor 2 x expert 2"),
+    *("pipeline 2 x expert 2", "tensor 2 x data 2 x expert 4"),
+)
 
 
 @pytest.mark.slow
