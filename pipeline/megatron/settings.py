@@ -13,7 +13,7 @@ VERSION = "0.19.2"
 """Version of megatron-core with which this package was proven."""
 MISSING = (
     f"actor.strategy=megatron needs the package megatron-core {VERSION}; install the extra slipstream-rl[megatron] "
-    "with Python 3.12 or later, or run `make megatron-env` (docs/gpus.md)"
+    "with Python 3.12 or later, or run `make megatron-env`; see `slipstream docs gpus`"
 )
 
 SIZES = {

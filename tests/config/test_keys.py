@@ -7,6 +7,7 @@ runs real code (the advantage stage, an update of a tiny model, the train loop) 
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +30,16 @@ from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import keys
-from pipeline.derived import chunk_prompts
+from pipeline.derived import UpdateShape, chunk_prompts
 from pipeline.losses import LossInput, Sums
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
-from pipeline.models.mesh import make_mesh
+from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan.plan import plan
 from pipeline.rows import SCHEMA
 from pipeline.store.admission import Admission
+from pipeline.train import actor as actor_module
 from pipeline.train import loop
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -204,14 +206,38 @@ def trained(config: Config) -> list[list[str]]:
     return found
 
 
+def strategy(config: Config) -> list[str]:
+    """The functions that prepare the policy for training."""
+    called: list[str] = []
+
+    def stop(name: str) -> Any:
+        def prepare(*_: Any) -> None:
+            called.append(name)
+            raise InterruptedError
+
+        return prepare
+
+    with (
+        patch.object(actor_module, "load_policy"),
+        patch.object(actor_module, "fsdp", stop("fsdp")),
+        patch.object(actor_module, "megatron", stop("megatron")),
+        suppress(InterruptedError),
+    ):
+        made: Any = Mesh(None, None)  # type: ignore[arg-type]
+        options: Any = {"correction": None, "temperature": 1.0, "seed": 0}
+        Actor(config.actor, config.model, UpdateShape.of(config, config.actor), CPU, 1, made, **options)
+    return called
+
+
 def kl_coefficients(config: Config) -> list[float]:
     """The coefficient of the KL in the reward after iterations with a KL near the target and far above any."""
-    rank = SimpleNamespace(all_reduce=lambda values: values)
-    dry: Any = SimpleNamespace(config=config, actor=rank, kl=kl_controller(config.algorithm.kl_ctrl), world_size=1)
+    kl_state = kl_controller(config.algorithm.kl_ctrl)
+    dry: Any = SimpleNamespace(config=config, device=None, kl=kl_state, world_size=1)
     coefficients = [dry.kl.coef]
-    for kl in (0.11, 5.0):
-        loop.Loop._update_kl(dry, pa.table({"kl": [kl] * 12}))
-        coefficients.append(dry.kl.coef)
+    with patch.object(loop.ranks, "all_reduce", lambda values, device: values):
+        for kl in (0.11, 5.0):
+            loop.Loop._update_kl(dry, pa.table({"kl": [kl] * 12}))
+            coefficients.append(dry.kl.coef)
     return coefficients
 
 
@@ -318,6 +344,8 @@ SHOWN = {
     "actor.parallel.sequence": Shown(mesh, 2),
     "actor.parallel.expert": Shown(mesh, 2, {"actor.parallel.tensor": 2}),
     "actor.parallel.replicate": Shown(mesh, 4),
+    "actor.parallel.pipeline": Shown(mesh, 2),
+    "actor.strategy": Shown(strategy, "megatron"),
     "critic.enable": Shown(stages, True),
     "critic.path": Shown(partial(weights, Critic, iterations=0), "OTHER MODEL"),
     "critic.warmup": Shown(trained, 2),

@@ -68,12 +68,11 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path, error: B
 
 def test_parameters_are_saved_in_another_type_and_buffers_in_their_own() -> None:
     model = Model()
-    blocks = list(gathered_blocks(model, True, torch.bfloat16))
+    blocks = list(gathered_blocks(model, torch.bfloat16))
     found, wanted = {name: tensor for block in blocks for name, tensor in block.items()}, model.state(torch.bfloat16)
     assert list(found) == list(wanted) and "frequencies" not in found
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
-    assert list(gathered_blocks(model, False, torch.bfloat16)) == [{}]
 
 
 def test_a_model_joins_other_files_and_replaces_remains(tmp_path: Path) -> None:
