@@ -167,7 +167,7 @@ def _experts_part(name: str, experts: list[Held], count: int, dtype: torch.dtype
 
 
 def _send(parts: list[WeightPart] | None) -> None:
-    """Send parts to rank 0, which must call `_receive`; None if there are no more layers."""
+    """Send parts to rank 0, which must call `_receive`; None after the last layer."""
     described = None if parts is None else [replace(part, block=part.block.to("meta")) for part in parts]
     dist.send_object_list([described], dst=0)
     for part in parts or ():

@@ -93,8 +93,17 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
     """Yield one sentence per problem with dividing the model at `path`, which is the value of the setting `key`."""
     megatron = config.actor.strategy == "megatron"
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
-    yield from _sequence(config, key, path, model)
-    yield from _stages(config, key, path, model)
+    parallel = config.actor.parallel
+    if parallel.sequence > 1 or parallel.pipeline > 1:
+        try:
+            made = _transformers_config(model.config)
+        except ValueError as error:
+            yield f"transformers cannot read config.json of {key}={path}: {error}; give a complete model"
+        else:
+            # A model with its own code is checked by the trainer at its start.
+            if made is not None:
+                yield from _sequence(config, key, path, made)
+                yield from _stages(config, key, path, model, made)
     named, experts = model.experts
     if expert > 1 and not experts:
         yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
@@ -118,23 +127,30 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
         )
 
 
-def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
+def _transformers_config(config: Mapping[str, Any]) -> Any:
+    """Return the configuration of `transformers` for the content of a `config.json`; None if its class is not known.
+
+    Raises ValueError with the reason if the class does not take it.
+    """
+    # Takes seconds, so only runs that ask for sequence parallelism or stages wait for it.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[kind](**config)
+    except Exception as error:
+        # Each class has errors of its own.
+        raise ValueError(short_reason(error)) from error
+
+
+def _sequence(config: Config, key: str, path: str, made: Any) -> Iterator[str]:
     """Yield one sentence per problem with sequence parallelism of the model at `path`, which is the value of the
     setting `key`."""
     parallel = config.actor.parallel
     sequence, ranks = parallel.sequence, parallel.tensor * parallel.sequence
     if sequence == 1:
-        return
-    # Takes seconds, so only runs that ask for sequence parallelism wait for it.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    kind = str(model.config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        return  # a model with its own code is checked by the trainer at its start
-    try:
-        made = CONFIG_MAPPING[kind](**model.config)
-    except Exception as error:  # noqa: BLE001 (each class has errors of its own)
-        yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
         return
     # Model families have other names and defaults for the number of heads.
     name, text = "num_attention_heads", made.get_text_config()
@@ -152,7 +168,7 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
         )
 
 
-def _stages(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
+def _stages(config: Config, key: str, path: str, model: ModelFiles, made: Any) -> Iterator[str]:
     """Yield one sentence per problem with cutting the model at `path`, which is the value of the setting `key`."""
     stages = config.actor.parallel.pipeline
     if stages == 1:
@@ -161,20 +177,10 @@ def _stages(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[
     if isinstance(layers, int) and layers < stages:
         few = f"{layers} layer{'s' * (layers > 1)}"
         yield f"actor.parallel.pipeline={stages}, but {key}={path} has only {few}; choose fewer stages"
-    # Takes seconds, so only runs that ask for stages wait for it.
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from pipeline.models.stages import why_whole
 
-    kind = str(model.config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        return  # a model with its own code is checked by the trainer at its start
-    try:
-        made = CONFIG_MAPPING[kind](**model.config)
-    except Exception as error:  # noqa: BLE001 (each class has errors of its own)
-        yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
-        return
     reason = why_padded(made.get_text_config())
     if reason := f"its rows are padded: {reason}" if reason else why_whole(made, AutoModelForCausalLM.from_config):
         yield f"actor.parallel.pipeline={stages}: {key}={path} cannot be cut into stages: {reason}; set it to 1"
