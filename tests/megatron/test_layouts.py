@@ -266,7 +266,7 @@ def mutated_work(rank: int, folder: str, mutation: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_part_that_is_left_out_is_found(tmp_path: Path, mutation: str) -> None:
     save_family(tmp_path / "qwen3 tied", "qwen3 tied")
