@@ -8,8 +8,6 @@ _MEGATRON = f"{_ACTOR}.megatron"
 OFFLOAD = f"{_ACTOR}.optim.override_optimizer_config"
 """Megatron's settings for an optimiser in host memory."""
 OTHERS = ("actor_rollout_ref.ref.megatron", "critic.megatron")
-
-
 OVERRIDE = f"{_MEGATRON}.override_transformer_config"
 ROUNDING = {
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "apply_rope_fusion"),
@@ -82,7 +80,7 @@ def megatron(state: State) -> None:
         state.also.add(f"{OFFLOAD}.optimizer_cpu_offload")
         if state.given[f"{OFFLOAD}.optimizer_cpu_offload"] is True:
             state.set("actor.fsdp.offload", "optimizer")
-    full = f"{_MEGATRON}.override_transformer_config.recompute_granularity"
+    full = f"{OVERRIDE}.recompute_granularity"
     if full in state.given:
         state.set("model.enable_gradient_checkpointing", state.given[full] is not None)
 

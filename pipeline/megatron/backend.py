@@ -10,20 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from pipeline.config.learner import OptimConfig
-from pipeline.megatron.checkpoint import load_training_state, set_master, training_state
+from pipeline.megatron.checkpoint import load_training_state, set_weights, training_state
 from pipeline.megatron.device import on_device
 from pipeline.megatron.policy import MegatronPolicy, read
 from pipeline.models.backend import FsdpBackend, Result
 from pipeline.models.head import HeadOutput
 from pipeline.models.packing import MicroBatch
-from pipeline.models.schedule import moved
+from pipeline.models.schedule import from_last, moved
 
 
 class MegatronBackend(FsdpBackend):
@@ -33,6 +32,8 @@ class MegatronBackend(FsdpBackend):
         policy: this rank's stage.
         config: settings of the optimiser.
         device: this rank's device.
+
+    Raises ValueError as `read` does.
     """
 
     strategy = "megatron"
@@ -60,10 +61,8 @@ class MegatronBackend(FsdpBackend):
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self.optimizers: list[Any] = getattr(optimizer, "chained_optimizers", None) or [optimizer]
         """One for all parameters but experts, and one for experts, if the model has some."""
-        if settings.bf16:
-            # The masters keep what the weights are rounded from.
-            for one, value in read(policy, policy.lm.name_or_path):
-                set_master(one, self.optimizers, value)
+        # Masters keep what bfloat16 weights are rounded from.
+        set_weights(self.optimizers, read(policy, policy.lm.name_or_path))
         super().__init__(policy, None)
         self.optimizer: Any = optimizer
 
@@ -108,11 +107,7 @@ class MegatronBackend(FsdpBackend):
 
         with on_device():
             self._pass(step, batches, forward_only=True)
-        found = [outputs]
-        if self._stage.group is not None:
-            dist.broadcast_object_list(found, group=self._stage.group, group_src=self._stage.count - 1)
-        for batch, output in zip(passed, found[0], strict=True):
-            yield batch, moved(output, self._device)
+        yield from zip(passed, from_last(outputs, self._stage, self._device), strict=True)
 
     def zero(self) -> None:
         """Clear the gradients."""
@@ -144,7 +139,7 @@ class MegatronBackend(FsdpBackend):
             self.optimizer.step_with_ready_grads()
 
     def checkpoint_bytes(self) -> int:
-        """See `KeepsState` of `train/checkpoint.py`."""
+        """See `KeepsState` of `train/own_state.py`."""
         # Averages and masters are float32.
         owned = [one.parameter for one in self._module.held() if one.owned]
         return sum(parameter.numel() * (parameter.element_size() + 3 * 4) for parameter in owned)

@@ -4,7 +4,8 @@ Weights, their float32 masters and AdamW's averages are saved as blocks, so that
 own `dist_checkpointing` cannot load averages in another layout without TransformerEngine's Adam.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from pipeline.megatron.names import Held, TensorBlock
 from pipeline.megatron.policy import MegatronPolicy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+KINDS = (*MOMENTS, MASTER)
+"""Tensors of the optimiser for each parameter: AdamW's averages, and the numbers that it steps."""
 
 
 class Sharded(Tensor):
@@ -66,64 +70,62 @@ def training_state(policy: MegatronPolicy, optimizers: list[Any], to_load: bool 
     Args:
         policy: this rank's stage.
         optimizers: Megatron's optimisers.
-        to_load: whether the tensors are there to load into; else only those that this rank saves are returned.
+        to_load: whether the tensors are there to load into; else only the tensors that this rank saves are returned.
     """
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    found = _shards(optimizers)
     steps = torch.zeros(())
     for one in policy.held():
-        whole = _gathered(one, optimizers)
-        steps = torch.maximum(steps, whole.pop("step"))
+        shard = found.get(one.parameter)
+        if shard is not None:
+            steps = torch.maximum(steps, shard.steps)
+        values = {} if to_load else {kind: _gathered(one, shard, kind) for kind in KINDS}
         if not (one.owned or to_load):
             continue
-        for kind, value in {"weight": one.parameter.detach(), **whole}.items():
+        for block, part in zip(one.blocks, one.divided(one.parameter.detach()), strict=True):
+            state["model"].setdefault(block.name, Sharded(block, part.contiguous(), one.owned))
+        for kind in KINDS:
+            value = values.get(kind, torch.zeros(one.parameter.shape, dtype=torch.float32))
             for block, part in zip(one.blocks, one.divided(value), strict=True):
-                place = state["model"] if kind == "weight" else state["optimizer"]
-                name = block.name if kind == "weight" else f"{block.name}.{kind}"
-                place.setdefault(name, Sharded(block, part.contiguous(), one.owned))
+                state["optimizer"].setdefault(f"{block.name}.{kind}", Sharded(block, part.contiguous(), one.owned))
     state["optimizer"]["step"] = steps
     return state
 
 
 @torch.no_grad()
-def set_master(one: Held, optimizers: list[Any], value: Tensor) -> None:
-    """Set the numbers that the optimiser steps to `value`, which has the parameter's shape."""
-    if (found := _shard_of(one, optimizers)) is not None:
-        _, main, begin, end = found
-        main.copy_(value.flatten()[begin:end].to(main).view_as(main))
+def set_weights(optimizers: list[Any], weights: Iterable[tuple[Held, Tensor]]) -> None:
+    """Set parameters, and the numbers that the optimisers step, to values of the parameters' shapes."""
+    found = _shards(optimizers)
+    for one, value in weights:
+        one.parameter.copy_(value)
+        if (shard := found.get(one.parameter)) is not None:
+            shard.main.copy_(shard.cut(value))
 
 
 @torch.no_grad()
 def load_training_state(policy: MegatronPolicy, optimizers: list[Any], state: dict[str, Any]) -> None:
     """Put weights, masters and averages of `state`, a loaded `training_state`, into place. Without `optimizer` in it,
     only weights."""
-    for one in policy.held():
 
-        def joined(names: list[str], place: str, one: Held = one) -> Tensor:
-            return one.joined([state[place][name].local for name in names])
+    def joined(one: Held, place: str, ending: str = "") -> Tensor:
+        return one.joined([state[place][block.name + ending].local for block in one.blocks])
 
-        names = [block.name for block in one.blocks]
-        one.parameter.copy_(joined(names, "model"))
-        if "optimizer" not in state:
-            set_master(one, optimizers, one.parameter)
+    held = policy.held()
+    set_weights(optimizers, ((one, joined(one, "model")) for one in held))
+    if "optimizer" not in state:
+        return
+    found = _shards(optimizers)
+    for one in held:
+        if (shard := found.get(one.parameter)) is None:
             continue
-        found = _shard_of(one, optimizers)
-        if found is None:
-            continue
-        optimizer, main, begin, end = found
-        kept = optimizer.optimizer.state[main]
-        for kind in (*MOMENTS, "master"):
-            value = joined([f"{name}.{kind}" for name in names], "optimizer").flatten()[begin:end].to(main.device)
-            if kind == "master":
-                main.copy_(value.view_as(main))
-            elif kind in kept:
-                kept[kind].copy_(value.view_as(main))
-            else:
-                kept[kind] = value.view_as(main).clone()
-        kept["step"] = state["optimizer"]["step"].clone()
+        shard.main.copy_(shard.cut(joined(one, "optimizer", f".{MASTER}")))
+        for kind in MOMENTS:
+            shard.state[kind] = shard.cut(joined(one, "optimizer", f".{kind}")).clone()
+        shard.state["step"] = state["optimizer"]["step"].clone()
 
 
-def _gathered(one: Held, optimizers: list[Any]) -> dict[str, Tensor]:
-    """Return masters and averages of a parameter, whole in this rank's part, on the CPU, and the number of steps.
+def _gathered(one: Held, shard: "_Shard | None", kind: str) -> Tensor:
+    """Return masters or averages of a parameter, whole in this rank's part, on the CPU.
 
     A collective of the ranks with the same part, which each have a range of the numbers.
     """
@@ -132,34 +134,45 @@ def _gathered(one: Held, optimizers: list[Any]) -> dict[str, Tensor]:
         if one.expert is None
         else parallel_state.get_expert_data_parallel_group()
     )
-    found = _shard_of(one, optimizers)
-    result: dict[str, Tensor] = {}
-    steps = torch.zeros(())
-    for kind in (*MOMENTS, "master"):
-        flat = torch.zeros(one.parameter.numel(), dtype=torch.float32, device=one.parameter.device)
-        if found is not None:
-            optimizer, main, begin, end = found
-            kept = optimizer.optimizer.state.get(main, {})
-            value = main if kind == "master" else kept.get(kind)
-            if value is not None:
-                flat[begin:end] = value.detach().flatten().float()
-            if "step" in kept:
-                steps = torch.as_tensor(float(kept["step"]))
-        if group.size() > 1:
-            dist.all_reduce(flat, group=group)
-        result[kind] = flat.view(one.parameter.shape).cpu()
-    return {**result, "step": steps}
+    flat = torch.zeros(one.parameter.numel(), dtype=torch.float32, device=one.parameter.device)
+    # The averages begin with the first step.
+    if shard is not None and (value := shard.main if kind == MASTER else shard.state.get(kind)) is not None:
+        flat[shard.begin : shard.end] = value.detach().flatten().float()
+    if group.size() > 1:
+        dist.all_reduce(flat, group=group)
+    return flat.view(one.parameter.shape).cpu()
 
 
-def _shard_of(one: Held, optimizers: list[Any]) -> tuple[Any, Tensor, int, int] | None:
-    """Return (optimiser, tensor that it steps, first and last index of its numbers in the parameter); None if other
-    ranks have all of them."""
+@dataclass(frozen=True)
+class _Shard:
+    """The numbers of a parameter that this rank's optimiser steps."""
+
+    main: Tensor
+    """The numbers: a part of the parameter, or float32 masters of it."""
+    state: dict[str, Any]
+    """AdamW's state; empty before the first step."""
+    begin: int
+    end: int
+    """Index of the first number in the parameter, and after the last one."""
+
+    @property
+    def steps(self) -> Tensor:
+        """Number of steps."""
+        return torch.as_tensor(float(self.state.get("step", 0.0)))
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Return these numbers of `value`, which has the parameter's shape, in the shape of `main`."""
+        return value.flatten()[self.begin : self.end].to(self.main).view_as(self.main)
+
+
+def _shards(optimizers: list[Any]) -> dict[Any, _Shard]:
+    """Return the shards of this rank by parameter; none of a parameter whose numbers are all on other ranks."""
+    found = {}
     for optimizer in optimizers:
         for parameter, main in _pairs(optimizer):
-            if parameter is one.parameter:
-                place = optimizer._get_model_param_range_map(parameter)["param"]
-                return optimizer, main, place.start, place.end
-    return None
+            place = optimizer._get_model_param_range_map(parameter)["param"]
+            found[parameter] = _Shard(main, optimizer.optimizer.state[main], place.start, place.end)
+    return found
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:

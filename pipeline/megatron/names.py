@@ -15,6 +15,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from pipeline.megatron.settings import experts_of
+
 LAYER = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": ("self_attn.o_proj",),
@@ -105,7 +107,7 @@ def held(model: Any, hf: Any) -> Iterator[Held]:
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    local = (hf.num_experts // parallel_state.get_expert_model_parallel_world_size()) if _experts(hf) else 0
+    local = experts_of(hf) // parallel_state.get_expert_model_parallel_world_size()
     first_expert = local * parallel_state.get_expert_model_parallel_rank()
     first_layer = model.decoder.layers[0].layer_number - 1
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -135,10 +137,6 @@ def held(model: Any, hf: Any) -> Iterator[Held]:
         same = replicas if expert is None else parallel_state.get_expert_data_parallel_group()
         owned = same.rank() == 0 and (cut or expert is not None or rank == 0) and not copied
         yield Held(name, parameter, tuple(blocks), owned, copied, groups, expert)
-
-
-def _experts(hf: Any) -> int:
-    return int(getattr(hf, "num_experts", 0) or 0) if hf.model_type == "qwen3_moe" else 0
 
 
 def stacked(found: list[Held]) -> dict[str, list[Held]]:

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,18 @@ from pipeline.config.paths import model_folder
 from pipeline.megatron.decoder import Decoder
 from pipeline.megatron.device import on_device
 from pipeline.megatron.names import Held, held, stacked
-from pipeline.megatron.settings import transformer_config, unknown
-from pipeline.models.attention import Layout
+from pipeline.megatron.settings import experts_of, transformer_config, unknown
+from pipeline.models.attention import Layout, at
 from pipeline.models.head import VocabularyPart
 from pipeline.models.mesh import Mesh
 from pipeline.models.packing import ImageInputs
 from pipeline.models.policy import Policy
 from pipeline.models.routes import Routers
+from pipeline.models.save import receive, send
 from pipeline.models.state import tensors
 from pipeline.models.weight_files import find_weights, model_files
 from pipeline.upstream.torch import group_deadline
-from pipeline.weights.publish import WeightPart
+from pipeline.weights.publish import NOTHING, WeightPart
 
 
 class MegatronPolicy(Policy):
@@ -96,16 +97,20 @@ class MegatronPolicy(Policy):
             first = stage * size
             if stage == self.stage.number:
                 for _, parts in layers:
-                    own = [replace(part, block=part.block.to("cpu", kind)) for part in parts if part.block.numel()]
-                    if first > 0 or rank > 0:
-                        _send(own)
-                        continue
-                    yield _whole([*own, *(part for other in range(1, size) for part in _receive(other))], kind)
+                    own = [
+                        (replace(part, block=NOTHING), part.block.to("cpu", kind))
+                        for part in parts
+                        if part.block.numel()
+                    ]
+                    if rank > 0:
+                        send(own)
+                    else:
+                        yield _whole(chain(own, *(receive(other) or () for other in range(1, size))))
                 if first > 0:
-                    _send(None)
+                    send(None)
             elif rank == 0:
-                while (found := [_receive(other) for other in range(first, first + size)])[0] is not None:
-                    yield _whole([part for parts in found for part in parts], kind)
+                while (found := [receive(other) for other in range(first, first + size)])[0] is not None:
+                    yield _whole(chain(*(parts or () for parts in found)))
 
     def _run(self, input_ids: Tensor, positions: Tensor | None, packing: Layout | None) -> Tensor:
         assert positions is not None and packing is not None
@@ -130,10 +135,7 @@ class MegatronPolicy(Policy):
         hidden: Tensor | None,
     ) -> Tensor:
         """See `Policy._states`."""
-        states = self._run(input_ids, positions, packing)[:, 0]
-        if packing is not None and (share := packing.share) is not None:
-            logit_index = logit_index.index_select(0, share.own) - share.group.rank() * len(states)
-        return states.index_select(0, logit_index)
+        return at(self._run(input_ids, positions, packing).transpose(0, 1), logit_index, packing)
 
     def _head(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
         """See `Policy._head`."""
@@ -166,33 +168,13 @@ def _experts_part(name: str, experts: list[Held], count: int, dtype: torch.dtype
     return WeightPart(name, shape, dtype, block, (experts[0].expert, *(0 for _ in shape[1:])))
 
 
-def _send(parts: list[WeightPart] | None) -> None:
-    """Send parts to rank 0, which must call `_receive`; None after the last layer."""
-    described = None if parts is None else [replace(part, block=part.block.to("meta")) for part in parts]
-    dist.send_object_list([described], dst=0)
-    for part in parts or ():
-        dist.send(part.block.contiguous(), dst=0)
-
-
-def _receive(source: int) -> Any:
-    """Return the parts that the rank `source` sends."""
-    described: list[Any] = [None]
-    dist.recv_object_list(described, src=source)
-    if described[0] is None:
-        return None
-    parts = [replace(part, block=torch.empty_like(part.block, device="cpu")) for part in described[0]]
-    for part in parts:
-        dist.recv(part.block, src=source)
-    return parts
-
-
-def _whole(parts: list[WeightPart], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return whole tensors from the parts of all ranks."""
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
-        whole = tensors.setdefault(part.name, torch.empty(part.shape, dtype=dtype))
-        whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.block.shape, strict=True))] = part.block
-    return tensors
+def _whole(parts: Iterable[tuple[WeightPart, Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors from the parts of all ranks, each with its block."""
+    whole: dict[str, Tensor] = {}
+    for part, block in parts:
+        made = whole.setdefault(part.name, torch.empty(part.shape, dtype=part.dtype))
+        made[tuple(slice(a, a + n) for a, n in zip(part.start, block.shape, strict=True))] = block
+    return whole
 
 
 def _layer(name: str) -> str:
@@ -204,7 +186,7 @@ def _layer(name: str) -> str:
 def load_megatron(
     config: ModelConfig, parallel: ParallelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> MegatronPolicy:
-    """Build this rank's stage of the model of `config`, with its slices of the weights; a collective.
+    """Build this rank's stage of the model of `config`; a collective. `MegatronBackend` reads the weights.
 
     Args:
         config: settings of the model.
@@ -213,7 +195,7 @@ def load_megatron(
         device: this rank's device.
         dtype: type of weights and computation.
 
-    Raises ValueError for a model that Megatron's decoder cannot compute, or whose checkpoint lacks weights.
+    Raises ValueError for a model that Megatron's decoder cannot compute, or for another Adam than torch's.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -226,7 +208,7 @@ def load_megatron(
         "context_parallel_size": parallel.sequence,
         "expert_model_parallel_size": parallel.expert,
     }
-    if getattr(hf, "num_experts", None):
+    if experts_of(hf):
         groups["expert_tensor_parallel_size"] = 1
     if not USING_PYTORCH_OPTIMIZER:
         raise ValueError(
@@ -248,11 +230,7 @@ def load_megatron(
             skeleton = AutoModelForCausalLM.from_config(hf)
         folder = model_folder(config.path or "", "model.path")
         skeleton.name_or_path = skeleton.config._name_or_path = str(folder or config.path)
-        policy = MegatronPolicy(inner, skeleton, mesh)
-        with torch.no_grad():
-            for one, value in read(policy, config.path or ""):
-                one.parameter.copy_(value)
-    return policy.train()
+    return MegatronPolicy(inner, skeleton, mesh).train()
 
 
 def read(policy: MegatronPolicy, path: str) -> Iterator[tuple[Held, Tensor]]:

@@ -79,6 +79,11 @@ def unknown(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its attention has biases in all projections (attention_bias)"
 
 
+def experts_of(hf: Any) -> int:
+    """Return the number of experts of a layer, by the configuration of `transformers`; 0 without experts."""
+    return int(hf.num_experts) if hf.model_type == "qwen3_moe" else 0
+
+
 def transformer_config(hf: Any, dtype: Any, recompute: bool, groups: Mapping[str, int]) -> Any:
     """Return Megatron's `TransformerConfig`.
 
@@ -92,8 +97,7 @@ def transformer_config(hf: Any, dtype: Any, recompute: bool, groups: Mapping[str
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     more: dict[str, Any] = dict(groups)
-    experts = getattr(hf, "num_experts", None) if hf.model_type == "qwen3_moe" else None
-    if experts:
+    if experts := experts_of(hf):
         more |= {
             "num_moe_experts": experts,
             "moe_router_topk": hf.num_experts_per_tok,

@@ -343,7 +343,12 @@ def hidden_states(
         given: arguments of the decoder that take the place of `input_ids`, such as embeddings with images; with
             sequence parallelism of this rank's positions.
     """
-    hidden = decode(decoder, input_ids, positions, packing, given)
+    return at(decode(decoder, input_ids, positions, packing, given), index, packing)
+
+
+def at(hidden: Tensor, index: Tensor, packing: Layout | None) -> Tensor:
+    """[N, H] hidden states at the positions `index`; [n, H] with sequence parallelism. Arguments are as in
+    `hidden_states`, `hidden` as from `decode`."""
     if packing is not None and (share := packing.share) is not None:
         index = index.index_select(0, share.own) - share.group.rank() * hidden.shape[1]
     return hidden.flatten(0, 1).index_select(0, index)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,29 +147,33 @@ def gathered_blocks(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
                 if number == 0:
                     yield block
                 elif rank == number * size:
-                    _send(block)
+                    send([*block.items()])
             if number > 0 and rank == number * size:
-                _send({})
+                send(None)
         elif rank == 0:
-            while block := _receive(number * size):
-                yield block
+            while (named := receive(number * size)) is not None:
+                yield dict(named)
 
 
-def _send(block: dict[str, Tensor]) -> None:
-    """Send a block to rank 0, which must call `_receive`."""
-    dist.send_object_list([{name: tensor.to("meta") for name, tensor in block.items()}], dst=0)
-    for tensor in block.values():
+def send(named: Sequence[tuple[Any, Tensor]] | None) -> None:
+    """Send tensors on the CPU, each with a name or another description, to rank 0, which must call `receive`; None
+    after the last call."""
+    described = None if named is None else [(name, tensor.to("meta")) for name, tensor in named]
+    dist.send_object_list([described], dst=0)
+    for _, tensor in named or ():
         dist.send(tensor.contiguous(), dst=0)
 
 
-def _receive(source: int) -> dict[str, Tensor]:
-    """Return the block that the rank `source` sends."""
-    named: list[Any] = [None]
-    dist.recv_object_list(named, src=source)
-    block = {name: torch.empty_like(tensor, device="cpu") for name, tensor in named[0].items()}
-    for tensor in block.values():
+def receive(source: int) -> list[tuple[Any, Tensor]] | None:
+    """Return what the rank `source` sends by `send`."""
+    described: list[Any] = [None]
+    dist.recv_object_list(described, src=source)
+    if described[0] is None:
+        return None
+    named = [(name, torch.empty_like(tensor, device="cpu")) for name, tensor in described[0]]
+    for _, tensor in named:
         dist.recv(tensor, src=source)
-    return block
+    return named
 
 
 def _gathered(model: nn.Module, keep: bool, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:

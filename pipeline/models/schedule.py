@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from pipeline.models.backend import FsdpBackend, Result
 from pipeline.models.fsdp import clip_grad_norm
 from pipeline.models.head import HeadOutput
-from pipeline.models.mesh import Mesh
+from pipeline.models.mesh import Mesh, PipelineStage
 from pipeline.models.packing import MicroBatch
 
 AHEAD, BACK = 1, -1
@@ -116,10 +116,7 @@ class StagedBackend(FsdpBackend):
                 outputs.append(moved(output, torch.device("cpu")))
             self._exchange(AHEAD, output, None)
             passed.append(batch)
-        found = [outputs]
-        dist.broadcast_object_list(found, group=self._group, group_src=self._stage.count - 1)
-        for batch, output in zip(passed, found[0], strict=True):
-            yield batch, moved(output, self._device)
+        yield from zip(passed, from_last(outputs, self._stage, self._device), strict=True)
 
     def clip(self, max_norm: float) -> float:
         """Add up the gradients of a tied weight, and scale all gradients down to a norm of at most `max_norm`."""
@@ -224,6 +221,21 @@ def make_backend(
     if mesh.stage.count == 1:
         return FsdpBackend(module, optimizer)
     return StagedBackend(module, optimizer, mesh, device, keeps_weights)
+
+
+def from_last(outputs: list[HeadOutput], stage: PipelineStage, device: torch.device) -> Iterator[HeadOutput]:
+    """Yield the outputs of the last stage, on `device`, in every stage; a collective.
+
+    Args:
+        outputs: this rank's outputs, on the CPU; only the last stage's count.
+        stage: this rank's stage.
+        device: this rank's device.
+    """
+    found = [outputs]
+    if stage.group is not None:
+        dist.broadcast_object_list(found, group=stage.group, group_src=stage.count - 1)
+    for output in found[0]:
+        yield moved(output, device)
 
 
 def moved(output: HeadOutput, device: torch.device) -> HeadOutput:

@@ -205,9 +205,8 @@ def _estimate(config: Config, models: Models, stage: int) -> Memory:
     activations, kept = (size.held * part for part in _activations(config, trained))
 
     def frozen_part(other: ModelFiles | None, dtype: str) -> int | None:
-        if other is None:
-            return None
-        return stage_sizes(config, other)[stage].model.parameters * BYTES[dtype] // workers
+        parts = None if other is None else stage_sizes(config, other)
+        return None if parts is None else parts[stage].model.parameters * BYTES[dtype] // workers
 
     train_reference: int | None = 0
     if shards_reference(config):

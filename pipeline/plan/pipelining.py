@@ -68,13 +68,17 @@ def micro_batches(config: Config) -> int:
     """Return the largest number of micro-batches that pass through a pipeline one after the other: of the rows of a
     part of an iteration, or of a mini-batch if it is smaller, if all rows have their full length."""
     actor, batch = config.actor, config.data.train_batch_size
-    groups = max(1, config.trainer.num_workers // actor.parallel.ranks_with_same_rows)
     prompts = actor.ppo_mini_batch_size or batch
     if streams_gradients(config):
         prompts = min(prompts, chunk_prompts(config) * config.trainer.num_workers)
-    rows = max(1, prompts * config.rollout.n // groups)
-    tokens = rows * most_contexts(config) * config.data.longest_row
-    return max(1, math.ceil(tokens / (actor.ppo_max_token_len_per_gpu * actor.parallel.sequence)))
+    return max(1, math.ceil(_tokens(config, prompts) / (actor.ppo_max_token_len_per_gpu * actor.parallel.sequence)))
+
+
+def _tokens(config: Config, prompts: int) -> int:
+    """Return the number of tokens that the ranks with the same rows get of `prompts` prompts, if all rows have their
+    full length."""
+    groups = max(1, config.trainer.num_workers // config.actor.parallel.ranks_with_same_rows)
+    return max(1, prompts * config.rollout.n // groups) * most_contexts(config) * config.data.longest_row
 
 
 def bubble(stages: int, passes: int) -> float:
@@ -92,10 +96,7 @@ def sent_bytes(config: Config, width: int, element: int) -> int:
         width: hidden size.
         element: bytes of a number.
     """
-    actor = config.actor
-    groups = max(1, config.trainer.num_workers // actor.parallel.ranks_with_same_rows)
-    rows = config.data.train_batch_size * config.rollout.n // groups
-    tokens = rows * most_contexts(config) * config.data.longest_row
+    actor, tokens = config.actor, _tokens(config, config.data.train_batch_size)
     loss = policy_loss(config)
     # A loss that chooses tokens, or compares pairs, has a forward pass before each step.
     before = actor.ppo_epochs * (loss.token_mask_fn is not None or loss.of_pairs)

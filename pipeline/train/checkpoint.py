@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import ray.train
 import torch
@@ -40,6 +40,7 @@ from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, disk, lacking
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.optim import bytes_kept
+from pipeline.train.own_state import own_state, strategy_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """First and longest pause between attempts to reach the storage, in seconds. The pause doubles each time."""
@@ -56,23 +57,6 @@ class Trained(Protocol):
     module: Any
     optimizer: Any
     scheduler: Any
-
-
-@runtime_checkable
-class KeepsState(Protocol):
-    """A backend with a training state of its own form."""
-
-    strategy: str
-    """Value of `actor.strategy`."""
-
-    def checkpoint_bytes(self) -> int:
-        """Return the number of bytes of this rank's part of a checkpoint."""
-
-    def training_state(self, to_load: bool = False) -> dict[str, Any]:
-        """Return the state, as tensors that `dcp` saves from or, if `to_load`, loads into; a collective."""
-
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Put the loaded tensors of `training_state` into place."""
 
 
 class NotStored(RuntimeError):
@@ -363,8 +347,8 @@ def _rng() -> dict[str, torch.Tensor]:
 
 def _checkpoint_bytes(learner: Trained) -> int:
     """Return the number of bytes of this rank's part of the learner in a checkpoint."""
-    if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-        return backend.checkpoint_bytes()
+    if own := own_state(learner):
+        return own.checkpoint_bytes()
     trained = (parameter for parameter in learner.module.parameters() if parameter.requires_grad)
     return sum(bytes_kept(parameter, learner.optimizer) for parameter in trained)
 
@@ -376,8 +360,8 @@ def training_state(learners: Sequence[Trained], to_load: bool = False) -> dict[s
     """
     state = {}
     for learner in learners:
-        if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-            state[learner.name] = backend.training_state(to_load)
+        if own := own_state(learner):
+            state[learner.name] = own.training_state(to_load)
             continue
         unused = not learner.optimizer.state
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
@@ -389,12 +373,6 @@ def training_state(learners: Sequence[Trained], to_load: bool = False) -> dict[s
         trained = {name: tensor for name, tensor in model.items() if name not in untrained}
         state[learner.name] = {"model": trained, "optimizer": {"state": optimizer["state"]}}
     return state
-
-
-def strategy_of(learners: Sequence[Trained]) -> str:
-    """Return the form of the training state of `learners`: `fsdp`, or the `actor.strategy` with another form."""
-    backends = (getattr(learner, "backend", None) for learner in learners)
-    return next((backend.strategy for backend in backends if isinstance(backend, KeepsState)), "fsdp")
 
 
 def frozen(learner: Trained) -> set[str]:

@@ -44,8 +44,9 @@ from pipeline.storage.manifest import wrong_content
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
-from pipeline.train.checkpoint import DEADLINE, KeepsState, Trained, frozen, retry, strategy_of, training_state
+from pipeline.train.checkpoint import DEADLINE, Trained, frozen, retry, training_state
 from pipeline.train.optim import LOW, set_steps
+from pipeline.train.own_state import own_state, strategy_of
 
 
 def restore(
@@ -182,8 +183,8 @@ def _load(folder: Path, place: str, learners: Sequence[Trained]) -> dict[str, An
         ) from error
     for learner in learners:
         part = state[learner.name]
-        if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-            backend.load_training_state(part)
+        if own := own_state(learner):
+            own.load_training_state(part)
             set_steps(learner.scheduler, progress["scheduler_steps"][learner.name])
             continue
         settings = get_optimizer_state_dict(learner.module, learner.optimizer)["param_groups"]
@@ -222,8 +223,8 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None
         _check_strategy(folder, place, learners)
         there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
         for learner in (learner for learner in learners if learner.name in there):
-            if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-                state[learner.name] = {"model": backend.training_state(to_load=True)["model"]}
+            if own := own_state(learner):
+                state[learner.name] = {"model": own.training_state(to_load=True)["model"]}
                 continue
             weights, untrained = get_model_state_dict(learner.module), frozen(learner)
             state[learner.name] = {"model": {name: weight for name, weight in weights.items() if name not in untrained}}
@@ -232,8 +233,8 @@ def _take_weights(folder: Path, place: str, learners: Sequence[Trained]) -> None
         raise FinalError(f"trainer.resume={place} cannot be loaded: {short_reason(error)}; name another one") from error
     for learner in learners:
         if learner.name in state:
-            if isinstance(backend := getattr(learner, "backend", None), KeepsState):
-                backend.load_training_state(state[learner.name])
+            if own := own_state(learner):
+                own.load_training_state(state[learner.name])
                 continue
             options = StateDictOptions(strict=not frozen(learner))
             set_model_state_dict(learner.module, state[learner.name]["model"], options=options)

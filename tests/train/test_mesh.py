@@ -23,9 +23,10 @@ from pipeline.stats import reduce
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name
 from pipeline.store.cursor import PromptCursor
 from pipeline.train import ranks
-from pipeline.train.checkpoint import strategy_of, training_state
+from pipeline.train.checkpoint import training_state
 from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
+from pipeline.train.own_state import strategy_of
 from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic
 from pipeline.weights.load import parameters
