@@ -43,7 +43,7 @@ def megatron(state: State) -> None:
             state.leave(key, "FSDP2 trains with the sizes of actor.parallel")
     state.notes.append(
         "verl trains this with Megatron; here FSDP2 does, with the same sizes in actor.parallel. Megatron's own layers "
-        "are actor.strategy=megatron, for few families (docs/gpus.md)"
+        "are actor.strategy=megatron, for few families (see `slipstream docs gpus`)"
     )
     whole = {name: max(1, state.whole(f"{_MEGATRON}.{name}", 1)) for name in SIZES}
     reads_images = state.get("model.vision") != "none"
