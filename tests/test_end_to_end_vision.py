@@ -27,7 +27,6 @@ from tests.runs import Run, replayed, starter
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS, SAMPLES = 8, 3
-FIRST, *OTHERS = FAMILIES
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str) % 3)
@@ -129,8 +128,9 @@ class Gallery(Environment):
 """
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("hf", marks=pytest.mark.long)])
-@pytest.mark.parametrize("family", [FIRST, *(pytest.param(family, marks=pytest.mark.long) for family in OTHERS)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_episodes_whose_observations_are_pictures(tmp_path: Path, family: str, engine: str, ray_session: None) -> None:
     given = [word for word in settings(tmp_path, family) if not word.startswith(("reward.", "data.max_"))]
     (tmp_path / "gallery.py").write_text(GALLERY)

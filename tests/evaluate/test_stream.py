@@ -94,6 +94,8 @@ def test_the_metrics_are_those_of_the_rows(whole: Evaluation) -> None:
     assert overall["error_rate"] == pytest.approx(2 / 7) and "no score for 0" in str(whole.summary.first_error)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_missing_chunks_are_added(whole: Evaluation, config: Config, tmp_path: Path) -> None:
     first = evaluation(config, tmp_path / "out")
     for chunk in (0, 2):

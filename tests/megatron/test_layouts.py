@@ -202,10 +202,12 @@ MIXTURE = (
 @pytest.mark.parametrize(
     ("family", "layouts", "variants"),
     [
-        pytest.param("qwen3 tied", DENSE, ["vanilla"], id="dense"),
-        pytest.param("qwen3_moe", MIXTURE, ["vanilla"], id="experts"),
+        pytest.param("qwen3 tied", ("pipeline 2 x tensor 2", "context 2"), ["vanilla"], id="dense"),
+        pytest.param("qwen3_moe", ("pipeline 2 x expert 2", "tensor 2"), ["vanilla"], id="experts"),
+        pytest.param("qwen3 tied", DENSE, ["vanilla"], id="dense everywhere", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", MIXTURE, ["vanilla"], id="experts everywhere", marks=pytest.mark.long),
         pytest.param("llama", ("one", "tensor 2"), ["gspo with KL and entropy"], id="llama"),
-        pytest.param("qwen2 tied", ("tensor 2", "pipeline 2"), ["clip_cov"], id="qwen2"),
+        pytest.param("qwen2 tied", ("tensor 2", "pipeline 2"), ["clip_cov"], id="qwen2", marks=pytest.mark.long),
     ],
 )
 def test_every_layout_trains_as_transformers_in_one_process(

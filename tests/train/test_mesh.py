@@ -76,6 +76,8 @@ DENSE = (
     *("sequence 2 x data 2", "sequence 4, more than key heads", "sequence 2 x tensor 2"),
 )
 STAGED = ("one", "data 2", "stages 2 x data 2", "stages 4", "stages 2 x tensor 2", "stages 2 x sequence 2")
+FEW = ("one", "tensor 2 x data 2", "copies 2 x shards 2", "sequence 2 x data 2")
+FEW_STAGED = ("one", "stages 2 x data 2", "stages 2 x tensor 2")
 PARTS = ("one", "tensor 2", "data 2", "sequence 2", "copies 2 x sequence 2")
 """Meshes of which every dimension is in one of `DENSE` too."""
 BUILD = {"actor": build_actor, "critic": build_critic}
@@ -240,10 +242,12 @@ def publishes(learner: Learner) -> None:
 @pytest.mark.parametrize(
     ("kinds", "model", "names"),
     [
-        pytest.param("actor", {"layers": 4, "tie": True}, STAGED, id="stages"),
-        pytest.param("actor", {}, DENSE, id="actor"),
+        pytest.param("actor", {"layers": 4, "tie": True}, FEW_STAGED, id="stages"),
+        pytest.param("actor", {}, FEW, id="actor"),
         pytest.param("critic", {}, ("one", "tensor 2 x data 2", "sequence 2 x data 2"), id="critic"),
         pytest.param("actor critic", {"tie": True, "experts": True}, ("one", "expert 2 x data 2"), id="tied experts"),
+        pytest.param("actor", {"layers": 4, "tie": True}, STAGED, id="stages everywhere", marks=pytest.mark.long),
+        pytest.param("actor", {}, DENSE, id="actor everywhere", marks=pytest.mark.long),
         pytest.param("critic", {}, DENSE, id="critic everywhere", marks=pytest.mark.long),
         pytest.param("actor critic", {}, PARTS, id="parts", marks=pytest.mark.long),
         pytest.param("actor", {"tie": True}, ("one", "tensor 2 x data 2"), id="tied", marks=pytest.mark.long),

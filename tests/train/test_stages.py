@@ -34,6 +34,7 @@ VARIANTS = {
 }
 STEPS = 3
 DENSE = ("one", "stages 2", "stages 3", "stages 2 x data 2", "stages 2 x tensor 2", "stages 2 x sequence 2")
+FEW = ("one", "stages 3", "stages 2 x data 2")
 EXPERTS = ("one", "stages 2", "stages 2 x expert 2")
 WIDTH = 32
 
@@ -159,8 +160,9 @@ def made(folder: Path, name: str, variant: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        pytest.param({"layers": 3, "tie": True}, DENSE, id="tied"),
+        pytest.param({"layers": 3, "tie": True}, FEW, id="tied"),
         pytest.param({"layers": 3, "experts": True}, EXPERTS, id="experts"),
+        pytest.param({"layers": 3, "tie": True}, DENSE, id="everywhere", marks=pytest.mark.long),
         pytest.param({"layers": 4}, ("one", "stages 4", "stages 2 x copies 2"), id="four", marks=pytest.mark.long),
     ],
 )

@@ -43,6 +43,8 @@ HOSTILE = {
     "complex": '["c", ["n", "nan"], ["n", "inf"]]',
     "pairs": '["l"' + ', ["t", 1, 2]' * (MOST // 20) + "]",
 }
+QUICK = {"numbers", "a set of one hash", "digits", "many lists", "deep", "pairs"}
+"""Hostile values that `make test` tries, one of each kind."""
 SOURCES = [
     "assert f(1) == 41",
     "assert f(1) == f(2)",
@@ -85,7 +87,9 @@ def judged(source: str, value: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in HOSTILE]
+)
 def test_no_value_holds_the_judge_up(name: str) -> None:
     # What this process has loaded must not be searched for garbage again and again.
     gc.collect()
