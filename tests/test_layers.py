@@ -1,9 +1,13 @@
 """Imports between the packages of `pipeline/` and `jobs/`, and between their files, form no cycle."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,6 +76,15 @@ def test_settings_import_no_other_package_and_nothing_heavy() -> None:
         if module.startswith("pipeline.config"):
             top = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
             assert not top & {"torch", "ray", "vllm", "transformers", "mlflow"}, module
+
+
+@pytest.mark.parametrize(
+    "module", ["stream", "supervised.sft_data", "supervised.dpo_data", "supervised.preference_data"]
+)
+def test_stages_are_planned_without_torch(module: str) -> None:
+    """Ray's controller, managers and coordinators import the classes of all stages, one process after the other."""
+    code = f"import sys, pipeline.{module}; print(sys.modules.keys() & {{'torch', 'transformers', 'vllm', 'mlflow'}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_no_file_holds_more_than_400_lines() -> None:

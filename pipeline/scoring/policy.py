@@ -4,22 +4,26 @@ The engine returns only the probability of the sampled token, so a replica of th
 more. The replica's weights may be newer than the weights that generated a row; `pi_version` records their version.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.derived import scoring_model
-from pipeline.models.packing import ModelInputs
-from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import POLICY as COLUMNS
 from pipeline.rows import append
-from pipeline.scoring.replica import Replica, StoreWeights
 from pipeline.store.client import StoreClient
 from pipeline.store.versions import POLICY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.models.packing import ModelInputs
+    from pipeline.models.policy import Policy
 
 
 class PolicyScore:
@@ -35,6 +39,10 @@ class PolicyScore:
         deadlines: DeadlineConfig,
         longest: int | None = None,
     ) -> None:
+        # Only the process of the stage needs torch; others import this module to plan the stream.
+        from pipeline.models.policy import Policy, load_policy
+        from pipeline.scoring.replica import Replica, StoreWeights
+
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         model = scoring_model(model, scorer, actor.fsdp)
         self._replica = Replica(
@@ -53,7 +61,7 @@ class PolicyScore:
         sums = self._replica.score(table, self._sum_pi_squared, routes=True)
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})
 
-    def _sum_pi_squared(self, policy: Policy, batch: ModelInputs) -> Tensor:
+    def _sum_pi_squared(self, policy: "Policy", batch: "ModelInputs") -> "Tensor":
         return policy.sum_pi_squared(
             batch.input_ids,
             batch.logit_index,

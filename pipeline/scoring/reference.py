@@ -1,17 +1,21 @@
 """The reference stage: log-probs of response tokens under the frozen reference policy, for a KL in reward or loss."""
 
+from typing import TYPE_CHECKING
+
 import pyarrow as pa
-from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ReferenceConfig
 from pipeline.derived import scoring_model
-from pipeline.models.packing import ModelInputs
-from pipeline.models.policy import Policy, load_frozen
 from pipeline.rows import REFERENCE, append
-from pipeline.scoring.replica import Replica
 from pipeline.store.client import StoreClient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.models.packing import ModelInputs
+    from pipeline.models.policy import Policy
 
 
 class Reference:
@@ -34,6 +38,10 @@ class Reference:
         store: StoreClient | None = None,
         patience: float = 0.0,
     ) -> None:
+        # Only the process of the stage needs torch; others import this module to plan the stream.
+        from pipeline.models.policy import load_frozen
+        from pipeline.scoring.replica import Replica
+
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         reference = scoring_model(model, scorer, actor.fsdp, scorer.path)
         self._replica = Replica(
@@ -49,7 +57,7 @@ class Reference:
         """Return `table` with one log-prob (float32, nats) per response token."""
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
-    def _log_probs(self, policy: Policy, batch: ModelInputs) -> Tensor:
+    def _log_probs(self, policy: "Policy", batch: "ModelInputs") -> "Tensor":
         found: Tensor = policy(
             **batch.arguments, temperature=self._temperature, chunk_tokens=self._chunk_tokens
         ).log_probs

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from pipeline.agent.inside.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
@@ -25,12 +24,9 @@ from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
 from pipeline.models.architecture import most_positions
 from pipeline.models.micro_batches import split_micro_batches
-from pipeline.models.packing import lay_out
-from pipeline.models.reward_model import load_reward_model
 from pipeline.models.special_tokens import special_tokens
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
-from pipeline.scoring.replica import Replica
 from pipeline.store.client import StoreClient
 
 KEY = "reward.model.path"
@@ -83,6 +79,10 @@ class RewardModelScore:
         store: StoreClient | None = None,
         patience: float = 0.0,
     ) -> None:
+        # Only the process of the stage needs torch; others import this module to plan the stream.
+        from pipeline.models.reward_model import load_reward_model
+        from pipeline.scoring.replica import Replica
+
         model = scoring_model(model, scorer, fsdp, path)
         model.tokenizer_path = None
         self._tokenizer = load_tokenizer(model, key=KEY)
@@ -138,14 +138,18 @@ class RewardModelScore:
         except Exception as error:
             raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
 
-    @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
         """Compute the scores of R conversations, [R] float32, from the token ids of each."""
+        import torch
+
+        from pipeline.models.packing import lay_out
+
         self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)
         for index in split_micro_batches(lengths, self._replica.max_token_len, packed=packed):
             batch = lay_out([np.array(ids[row]) for row in index], packed).to(self._replica.device)
-            found = self._replica.module(batch.input_ids, batch.lengths, batch.positions, batch.packing)
+            with torch.no_grad():
+                found = self._replica.module(batch.input_ids, batch.lengths, batch.positions, batch.packing)
             scores[index] = found.float().cpu().numpy()
         return scores

@@ -7,7 +7,7 @@ the log-probs of the most likely tokens. These are at temperature 1, over the wh
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +16,12 @@ from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.teacher import TeacherConfig
 from pipeline.errors import short_reason
-from pipeline.models.batch import TokenBatch
 from pipeline.scoring.teacher import TeacherStage
 from pipeline.store.client import StoreClient
 from pipeline.teachers import TeacherRows
+
+if TYPE_CHECKING:
+    from pipeline.models.batch import TokenBatch
 
 AT_ONCE = 16
 """Number of requests that a stage has open at the same time."""
@@ -51,6 +53,8 @@ class ServedTeacher(TeacherStage):
         store: StoreClient | None = None,
         patience: float = 0.0,
     ) -> None:
+        from pipeline.models.batch import TokenBatch
+
         super().__init__(model, name, pool, rows, data, actor)
         try:
             from openai import AsyncOpenAI
@@ -70,7 +74,7 @@ class ServedTeacher(TeacherStage):
         into = [np.zeros(1), *(np.zeros((1, self.top)) for _ in range(2 * bool(self.top)))]
         asyncio.run(self._ask_all(TokenBatch.of([[0]], [[1]]), into))
 
-    def score(self, teacher: str, rows: TokenBatch, into: list[np.ndarray]) -> None:
+    def score(self, teacher: str, rows: "TokenBatch", into: list[np.ndarray]) -> None:
         """See `TeacherStage.score`.
 
         Raises:
@@ -84,7 +88,7 @@ class ServedTeacher(TeacherStage):
             )
         asyncio.run(self._ask_all(rows, into))
 
-    async def _ask_all(self, rows: TokenBatch, into: list[np.ndarray]) -> None:
+    async def _ask_all(self, rows: "TokenBatch", into: list[np.ndarray]) -> None:
         places = asyncio.Semaphore(AT_ONCE)
         async with self._open() as client:
             if self._served is None:
@@ -103,7 +107,7 @@ class ServedTeacher(TeacherStage):
                     "(--max-logprobs)"
                 ) from error
 
-    async def _ask(self, client: Any, rows: TokenBatch, context: int, into: list[np.ndarray]) -> None:
+    async def _ask(self, client: Any, rows: "TokenBatch", context: int, into: list[np.ndarray]) -> None:
         """Write the numbers of one context into the arrays."""
         prompt = rows.prompt_ids[rows.prompt_offsets[context] : rows.prompt_offsets[context + 1]].tolist()
         tokens = slice(rows.response_offsets[context], rows.response_offsets[context + 1])

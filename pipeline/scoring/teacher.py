@@ -6,26 +6,28 @@ stages after it. The teachers of a pool are adapters on a common base, or there 
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from pipeline.config.data import DataConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.teacher import TeacherConfig
 from pipeline.derived import scorer_key, scoring_model
-from pipeline.models.batch import TokenBatch
-from pipeline.models.packing import ModelInputs
-from pipeline.models.policy import Policy, load_frozen
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.rows import FLOATS, INTS, TEACHER, TEACHER_TOP, ragged
-from pipeline.scoring.replica import Replica
 from pipeline.store.client import StoreClient
 from pipeline.teachers import TeacherRows, taught
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.models.batch import TokenBatch
+    from pipeline.models.packing import ModelInputs
+    from pipeline.models.policy import Policy
 
 
 class TeacherStage:
@@ -54,7 +56,7 @@ class TeacherStage:
         """Number of the teacher's most likely tokens that are wanted."""
         self._chat = ChatTokenizer(load_tokenizer(model), data) if rows.prompts else None
 
-    def score(self, teacher: str, rows: TokenBatch, into: list[np.ndarray]) -> None:
+    def score(self, teacher: str, rows: "TokenBatch", into: list[np.ndarray]) -> None:
         """Compute the log-probs of N response tokens.
 
         Args:
@@ -66,6 +68,8 @@ class TeacherStage:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return `table` with the columns of the rows that this pool's teachers take filled."""
+        from pipeline.models.batch import TokenBatch
+
         chosen = _chosen(self._rows, table)
         for name in self._pool:
             mine = np.flatnonzero(chosen == name)
@@ -75,7 +79,7 @@ class TeacherStage:
             table = merged(table, mine, self._columns(name, TokenBatch.from_table(part)))
         return table
 
-    def _columns(self, name: str, rows: TokenBatch) -> dict[str, pa.Array]:
+    def _columns(self, name: str, rows: "TokenBatch") -> dict[str, pa.Array]:
         tokens, offsets, top = len(rows.response_ids), rows.row_offsets, self.top
         into = [np.zeros(tokens, np.float32)]
         if top:
@@ -128,6 +132,10 @@ class Teacher(TeacherStage):
         store: StoreClient | None = None,
         patience: float = 0.0,
     ) -> None:
+        # Only the process of the stage needs torch; others import this module to plan the stream.
+        from pipeline.models.policy import load_frozen
+        from pipeline.scoring.replica import Replica
+
         super().__init__(model, name, pool, rows, data, actor)
         self._options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": actor.logits_chunk_tokens}
         frozen, key = scoring_model(model, scorer, actor.fsdp, scorer.path), f"{scorer_key(name)}.path"
@@ -135,20 +143,20 @@ class Teacher(TeacherStage):
         adapters = {each: one.adapter for each, one in pool.items() if one.adapter}
         self._adapted: Any = None
 
-        def load() -> Policy:
+        def load() -> "Policy":
             policy = load_frozen(frozen, model, longest=longer, key=key)
             self._adapted = _with_adapters(policy, adapters)
             return policy
 
         self._replica = Replica(load, scorer, name, model.share_prompts, store, patience)
 
-    def score(self, teacher: str, rows: TokenBatch, into: list[np.ndarray]) -> None:
+    def score(self, teacher: str, rows: "TokenBatch", into: list[np.ndarray]) -> None:
         """See `TeacherStage.score`."""
         if self._adapted is not None:
             self._adapted.set_adapter(_ADAPTER.format(teacher))
         self._replica.fill(rows, self._forward, into)
 
-    def _forward(self, policy: Policy, batch: ModelInputs) -> Sequence[Tensor]:
+    def _forward(self, policy: "Policy", batch: "ModelInputs") -> "Sequence[Tensor]":
         found = policy(**batch.arguments, **self._options, top=self.top)
         return [found.log_probs, *(found.top or ())]
 
@@ -156,7 +164,7 @@ class Teacher(TeacherStage):
 _ADAPTER = "teacher_{}"
 
 
-def _with_adapters(policy: Policy, paths: Mapping[str, str]) -> Any:
+def _with_adapters(policy: "Policy", paths: Mapping[str, str]) -> Any:
     """Load the adapters of a pool into the model, in place; a single one is merged.
 
     Returns the model of peft that can switch them; None if there is nothing to switch.

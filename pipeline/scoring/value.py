@@ -4,21 +4,25 @@ Values come from a replica of the critic. Its version is the policy version that
 policy and critic are published together, with one version number.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from pipeline.config.learner import CriticConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.derived import scoring_model
-from pipeline.models.packing import ModelInputs
-from pipeline.models.value import ValueModel, load_value_model
 from pipeline.rows import VALUE, append
-from pipeline.scoring.replica import Replica, StoreWeights
 from pipeline.store.client import StoreClient
 from pipeline.store.versions import CRITIC
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.models.packing import ModelInputs
+    from pipeline.models.value import ValueModel
 
 
 class Value:
@@ -33,6 +37,10 @@ class Value:
         deadlines: DeadlineConfig,
         longest: int | None = None,
     ) -> None:
+        # Only the process of the stage needs torch; others import this module to plan the stream.
+        from pipeline.models.value import load_value_model
+        from pipeline.scoring.replica import Replica, StoreWeights
+
         model = scoring_model(model, scorer, critic.fsdp)
         self._replica = Replica(
             lambda: load_value_model(model, critic.path, longest=longest),
@@ -51,5 +59,5 @@ class Value:
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})
 
 
-def _values(module: ValueModel, batch: ModelInputs) -> Tensor:
+def _values(module: "ValueModel", batch: "ModelInputs") -> "Tensor":
     return module(batch.input_ids, batch.logit_index, batch.positions, batch.packing, batch.images)

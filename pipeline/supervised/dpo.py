@@ -8,7 +8,7 @@
 3. The loss is the mean over the pairs of the global batch (`loop.py`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,17 +18,57 @@ from torch import Tensor
 
 from pipeline.config.preference import DPOConfig
 from pipeline.losses.preference import PreferenceInput, checked, get_preference_loss
+from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.packing import pack
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.sharing import Passes, share_prefixes
 from pipeline.rows import flat
 from pipeline.store.events import Noted
-from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, AnswerBatch, DPOEncoder
+from pipeline.supervised.dpo_data import CHOSEN, REJECTED, SIDES, DPOEncoder
 from pipeline.supervised.loop import SupervisedLoop, WorkerSettings
 
 SUMS = ("loss", "rows", CHOSEN, REJECTED, "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "correct")
 """Names of the sums over a micro-batch: losses; number of kept rows; number of answers, sum of rewards and sum of
 log-probs of each side; and number of pairs whose chosen answer has the larger reward."""
+
+
+class AnswerBatch(NamedTuple):
+    """The C answers, chosen and rejected, in the rows of a table, as flat arrays."""
+
+    tokens: TokenBatch
+    """The answers as contexts: each a prompt, and the answer as the response; N answer tokens in all."""
+    learnt: np.ndarray
+    """[N] bool, true for tokens that train (tokens of the assistant)."""
+    row: np.ndarray
+    """[C] int64, ascending, number of the row in the table that each answer belongs to."""
+    side: np.ndarray
+    """[C] int64, 0 for a chosen answer, 1 for a rejected one (index in `SIDES`)."""
+
+    @classmethod
+    def of(cls, table: pa.Table) -> "AnswerBatch":
+        """Collect the answers of both sides from rows of `SCHEMA`, row by row. Answers without tokens are left out."""
+        prompts, prompt_offsets = flat(table, "prompt_ids")
+        ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)
+        masks = [flat(table, f"{side}_mask")[0] for side in SIDES]
+        counts = np.stack([np.diff(ends) for ends in offsets], axis=1)
+        row, side = np.nonzero(counts)
+        base = np.cumsum([0, *(len(values) for values in ids[:-1])])
+        starts = np.stack([ends[:-1] for ends in offsets], axis=1) + base
+        index = ranges(starts[row, side], counts[row, side])
+        prompt_counts = np.diff(prompt_offsets)[row]
+        tokens = TokenBatch(
+            prompts[ranges(prompt_offsets[row], prompt_counts)],
+            np.concatenate([[0], np.cumsum(prompt_counts)]),
+            np.concatenate(ids)[index],
+            np.concatenate([[0], np.cumsum(counts[row, side])]),
+            np.arange(len(row) + 1),
+        )
+        return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
+
+    def of_row(self, rows: int) -> list[list[int]]:
+        """Return the numbers of the answers in each of the table's `rows` rows."""
+        ends = np.searchsorted(self.row, np.arange(rows + 1))
+        return [list(range(ends[row], ends[row + 1])) for row in range(rows)]
 
 
 class DPOLoop(SupervisedLoop[DPOConfig]):

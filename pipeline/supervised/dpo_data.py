@@ -1,11 +1,11 @@
 """Encoding of preference pairs for DPO: a prompt, and the answers `chosen` and `rejected`, as rows of tokens.
 
 1. The prompt is tokenised as when the policy generates. Each assistant message of an answer is tokenised separately
-   from the text before it (`sft.py`). So both answers follow the same tokens of the prompt.
+   from the text before it (`sft_data.py`). So both answers follow the same tokens of the prompt.
 2. Each row has its number among the rows of all files, by which the reference's log-probs are kept (`dpo.py`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +13,11 @@ import pyarrow as pa
 from pipeline.cells import values
 from pipeline.config.preference import DPODataConfig
 from pipeline.conversations import Messages
-from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.special_tokens import Spellings
 from pipeline.prompts.parquet import Slice
-from pipeline.rows import INTS, flat
+from pipeline.rows import INTS
 from pipeline.supervised.data import RowEncoder, RowGroup
-from pipeline.supervised.preference import cell_messages, check_sides, prompt_messages
+from pipeline.supervised.preference_data import cell_messages, check_sides, prompt_messages
 
 CHOSEN, REJECTED = SIDES = ("chosen", "rejected")
 _MASK = pa.list_(pa.int8())
@@ -221,42 +220,3 @@ def _begins_answer(messages: Messages, place: int) -> bool:
     """Return whether message number `place` is of the assistant, and the message before it of another role."""
     roles = [message["role"] for message in messages[place - 1 : place + 1]]
     return len(roles) == 2 and roles[1] == "assistant" != roles[0]
-
-
-class AnswerBatch(NamedTuple):
-    """The C answers, chosen and rejected, in the rows of a table, as flat arrays."""
-
-    tokens: TokenBatch
-    """The answers as contexts: each a prompt, and the answer as the response; N answer tokens in all."""
-    learnt: np.ndarray
-    """[N] bool, true for tokens that train (tokens of the assistant)."""
-    row: np.ndarray
-    """[C] int64, ascending, number of the row in the table that each answer belongs to."""
-    side: np.ndarray
-    """[C] int64, 0 for a chosen answer, 1 for a rejected one (index in `SIDES`)."""
-
-    @classmethod
-    def of(cls, table: pa.Table) -> "AnswerBatch":
-        """Collect the answers of both sides from rows of `SCHEMA`, row by row. Answers without tokens are left out."""
-        prompts, prompt_offsets = flat(table, "prompt_ids")
-        ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)
-        masks = [flat(table, f"{side}_mask")[0] for side in SIDES]
-        counts = np.stack([np.diff(ends) for ends in offsets], axis=1)
-        row, side = np.nonzero(counts)
-        base = np.cumsum([0, *(len(values) for values in ids[:-1])])
-        starts = np.stack([ends[:-1] for ends in offsets], axis=1) + base
-        index = ranges(starts[row, side], counts[row, side])
-        prompt_counts = np.diff(prompt_offsets)[row]
-        tokens = TokenBatch(
-            prompts[ranges(prompt_offsets[row], prompt_counts)],
-            np.concatenate([[0], np.cumsum(prompt_counts)]),
-            np.concatenate(ids)[index],
-            np.concatenate([[0], np.cumsum(counts[row, side])]),
-            np.arange(len(row) + 1),
-        )
-        return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
-
-    def of_row(self, rows: int) -> list[list[int]]:
-        """Return the numbers of the answers in each of the table's `rows` rows."""
-        ends = np.searchsorted(self.row, np.arange(rows + 1))
-        return [list(range(ends[row], ends[row + 1])) for row in range(rows)]

@@ -20,7 +20,7 @@ from pipeline.agent.processes import Processes
 from pipeline.config import load_config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.supervised import SFTDataConfig
-from pipeline.supervised.sft import SFTEncoder
+from pipeline.supervised.sft_data import SFTEncoder
 from tests.agent.test_processes import run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "agents"

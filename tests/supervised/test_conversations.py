@@ -18,8 +18,8 @@ from pipeline.config.supervised import PreferenceDataConfig, SFTDataConfig
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.supervised.data import check_rows, read
 from pipeline.supervised.dpo_data import ROW, DPOEncoder
-from pipeline.supervised.preference import PreferenceEncoder
-from pipeline.supervised.sft import SFTEncoder
+from pipeline.supervised.preference_data import PreferenceEncoder
+from pipeline.supervised.sft_data import SFTEncoder
 from tests.agent.families import THINKING
 
 

@@ -10,7 +10,7 @@ from pipeline.config import ConfigError, load
 from pipeline.config.supervised import SFTConfig
 from pipeline.supervised import plan as module
 from pipeline.supervised.plan import plan
-from pipeline.supervised.sft import SFTEncoder
+from pipeline.supervised.sft_data import SFTEncoder
 from tests.jobs.test_reward_model import write as write_pairs
 from tests.supervised.test_sft import write
 

@@ -22,7 +22,8 @@ from pipeline.models.micro_batches import split_micro_batches
 from pipeline.store.events import AttemptBegun, Event, IterationTrained, TrainingEnded
 from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import WorkerSettings
-from pipeline.supervised.preference import MEASURED, SCHEMA, PreferenceEncoder, PreferenceLoop, bradley_terry, collate
+from pipeline.supervised.preference import MEASURED, PreferenceLoop, bradley_terry, collate
+from pipeline.supervised.preference_data import SCHEMA, PreferenceEncoder
 from tests.models.test_reward_model import build, ragged, theirs
 from tests.sentences import Named
 

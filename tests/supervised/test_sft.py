@@ -21,7 +21,8 @@ from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.models.fsdp import NotSavedError
 from pipeline.models.policy import load_policy
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.supervised.sft import SFTEncoder, SFTLoop, collate
+from pipeline.supervised.sft import SFTLoop, collate
+from pipeline.supervised.sft_data import SFTEncoder
 from tests.sentences import Named
 
 

@@ -16,7 +16,8 @@ from pipeline.models.policy import load_policy
 from pipeline.models.processor import decode, load_vision
 from pipeline.models.sharing import Passes
 from pipeline.supervised.data import check_rows
-from pipeline.supervised.sft import SFTEncoder, collate
+from pipeline.supervised.sft import collate
+from pipeline.supervised.sft_data import SFTEncoder
 from tests.pictures import picture, save_tiny
 
 A, B = picture(1, 60, 60), picture(2, 90, 60)

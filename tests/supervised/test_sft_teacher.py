@@ -15,7 +15,8 @@ from pipeline.config.supervised import SFTConfig
 from pipeline.losses import distill_loss
 from pipeline.models.mesh import make_mesh
 from pipeline.models.policy import load_policy
-from pipeline.supervised.sft import SCHEMA, SFTLoop
+from pipeline.supervised.sft import SFTLoop
+from pipeline.supervised.sft_data import SCHEMA
 from pipeline.track.history import read_history
 from tests.scoring.test_reference import other_model
 
