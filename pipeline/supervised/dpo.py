@@ -46,7 +46,7 @@ class AnswerBatch(NamedTuple):
 
     @classmethod
     def of(cls, table: pa.Table) -> "AnswerBatch":
-        """Collect the answers of both sides from rows of `dpo_data.SCHEMA`, row by row. Answers without tokens are left out."""
+        """Collect the answers of both sides from encoded rows, row by row. Answers without tokens are left out."""
         prompts, prompt_offsets = flat(table, "prompt_ids")
         ids, offsets = zip(*(flat(table, f"{side}_ids") for side in SIDES), strict=True)
         masks = [flat(table, f"{side}_mask")[0] for side in SIDES]
